@@ -1,0 +1,26 @@
+# Everything runs in .venv; nothing is installed again while pyproject.toml is unchanged.
+PYTHON ?= python3
+LESSON = .venv/bin/lesson
+
+run: .venv/run.stamp
+	$(LESSON) run naive
+
+test: .venv/test.stamp
+	.venv/bin/python -m pytest
+
+lint: .venv/test.stamp
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+clean:
+	rm -rf .venv build *.egg-info
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/run.stamp: pyproject.toml | .venv/bin/pip
+	.venv/bin/pip install --quiet --editable . && touch $@
+
+.venv/test.stamp: pyproject.toml | .venv/bin/pip
+	.venv/bin/pip install --quiet --editable '.[dev]' && touch $@ .venv/run.stamp
+
+.PHONY: run test lint clean

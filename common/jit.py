@@ -1,0 +1,60 @@
+"""numba set up once: the options every kernel shares, and where compiled code is kept.
+
+numba looks only at a kernel's own file to decide whether its compiled code is still good, so a changed helper elsewhere
+would leave a stale caller behind. Here the folder itself is named after every source file of the course, the numba
+version and the CPU: a change anywhere begins an empty folder.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import time
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+SOURCES = Path(__file__).parent.parent
+KEEP_DAYS = 7  # an unused cache folder is deleted after this
+
+
+def cache_dir() -> Path | None:
+    """The folder for compiled kernels of exactly this source, or None where none can be written."""
+    import platformdirs
+
+    digest = hashlib.sha256(f"{version('numba')} {platform.machine()} {cpu_name()}".encode())
+    for folder in ("common", "stages"):
+        for path in sorted((SOURCES / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    root = Path(os.environ.get("LESSON_CACHE") or platformdirs.user_cache_dir("lesson")) / "numba"
+    folder = root / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        if not os.access(folder, os.W_OK):
+            return None
+        for old in root.iterdir():
+            if old.stat().st_mtime < time.time() - KEEP_DAYS * 86400:
+                shutil.rmtree(old, ignore_errors=True)
+    except OSError:
+        return None
+    return folder
+
+
+def cpu_name() -> str:
+    """The CPU as LLVM names it; compiled code is good for this one alone."""
+    import llvmlite.binding as llvm
+
+    return llvm.get_host_cpu_name()
+
+
+CACHE = cache_dir()
+if CACHE:
+    os.environ["NUMBA_CACHE_DIR"] = str(CACHE)
+else:
+    print("lesson: no folder for compiled kernels can be written, so each run compiles anew", file=sys.stderr)
+
+import numba  # noqa: E402  (reads NUMBA_CACHE_DIR when imported)
+
+njit = partial(numba.njit, cache=CACHE is not None, error_model="numpy")
