@@ -15,6 +15,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import numba
+
 SOURCES = Path(__file__).parent.parent
 KEEP_DAYS = 7  # an unused cache folder is deleted after this
 
@@ -51,10 +53,8 @@ def cpu_name() -> str:
 
 CACHE = cache_dir()
 if CACHE:
-    os.environ["NUMBA_CACHE_DIR"] = str(CACHE)
+    numba.config.CACHE_DIR = str(CACHE)
 else:
     print("lesson: no folder for compiled kernels can be written, so each run compiles anew", file=sys.stderr)
-
-import numba  # noqa: E402  (reads NUMBA_CACHE_DIR when imported)
 
 njit = partial(numba.njit, cache=CACHE is not None, error_model="numpy")
