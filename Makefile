@@ -3,10 +3,14 @@ PYTHON ?= python3
 LESSON = .venv/bin/lesson
 
 run: .venv/run.stamp
-	$(LESSON) run naive
+	$(LESSON) compare naive tiling --budget 45
+	$(LESSON) compare naive tiling --budget 45 --model tinyllama-shape --layers 2
 
 test: .venv/test.stamp
 	.venv/bin/python -m pytest
+
+report: .venv/run.stamp
+	$(LESSON) report
 
 lint: .venv/test.stamp
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
@@ -23,4 +27,4 @@ clean:
 .venv/test.stamp: pyproject.toml | .venv/bin/pip
 	.venv/bin/pip install --quiet --editable '.[dev]' && touch $@ .venv/run.stamp
 
-.PHONY: run test lint clean
+.PHONY: run test report lint clean

@@ -1,10 +1,310 @@
 """The command line: one small function per command, no logic."""
 
-import typer
+import json
+import os
+import signal
+import sys
+from typing import Annotated
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+import typer
+from typer.core import TyperGroup
+
+BROKEN_PIPE, INTERRUPTED, TERMINATED = 0, 130, 143
+
+
+class Commands(TyperGroup):
+    """Turns every error into one sentence and its documented exit code."""
+
+    def invoke(self, ctx):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # a terminal that can't show a character still shows the rest
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:  # the reader went away, as `| head` does; nothing is left to say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(BROKEN_PIPE)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            if not hasattr(error, "exit_code") or isinstance(error, (typer.Exit, typer.Abort)) or is_usage(error):
+                raise
+            print(f"lesson: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+
+
+def is_usage(error: Exception) -> bool:
+    return hasattr(error, "show")  # the option parser's own, which it prints with the usage line
+
+
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+StageName = Annotated[str | None, typer.Argument(metavar="STAGE", help="A stage's name, or the path of your own .py.")]
+StageOption = Annotated[str | None, typer.Option("--stage", help="The same as the bare name.")]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", envvar="LESSON_MODEL", help="smollm2 (default), tinyllama-shape, … or a GGUF file."),
+]
+Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Run the first N layers only.")]
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="Text to go on from.")]
+Ids = Annotated[str | None, typer.Option("--ids", help="The prompt as token ids: 1,2,3.")]
+Shape = Annotated[str | None, typer.Option("--shape", help="Random ids by llama-bench's names: pp64+tg32.")]
+New = Annotated[int | None, typer.Option("-n", help="New tokens (default 8).")]
+Context = Annotated[
+    int | None, typer.Option("--context", min=1, envvar="LESSON_CONTEXT", help="Positions to allocate for.")
+]
+Threads = Annotated[int, typer.Option("--threads", "-t", envvar="LESSON_THREADS", min=1, help="Threads to use.")]
+Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds of timed work a stage.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Save = Annotated[str | None, typer.Option("--save", metavar="DIR", help="Keep the record there.")]
 
 
 @app.callback()
 def main() -> None:
     """How LLM inference is made fast, told as runnable code."""
+
+
+@app.command("list")
+def list_stages(as_json: Json = False) -> None:
+    """The ladder: every stage, its idea, and what it is built on."""
+    from common import catalog
+
+    out(as_json, catalog.document(), catalog.render)
+
+
+@app.command()
+def run(
+    stage: StageName = None,
+    stage_option: StageOption = None,
+    model: Model = None,
+    layers: Layers = None,
+    prompt: Prompt = None,
+    ids: Ids = None,
+    shape: Shape = None,
+    n: New = None,
+    context: Context = None,
+    threads: Threads = 1,
+    budget: Annotated[float | None, typer.Option("--budget", min=1, help="Stop after so many seconds.")] = None,
+    save_logits: Annotated[
+        str | None, typer.Option(metavar="FILE.npy", help="Logits of every prompt position.")
+    ] = None,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Run one stage on a prompt: its text, TTFT and ms/token."""
+    from common import run as running
+    from common import show
+
+    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+    out(as_json, running.run(one(stage, stage_option), job, budget, save_logits, as_json, save), show.run_result)
+
+
+@app.command()
+def compare(
+    stages: Annotated[list[str], typer.Argument(metavar="A B …", help="Stages, each against the one before it.")],
+    model: Model = None,
+    layers: Layers = None,
+    prompt: Prompt = None,
+    ids: Ids = None,
+    shape: Shape = None,
+    n: New = None,
+    context: Context = None,
+    threads: Threads = 1,
+    budget: Budget = 60.0,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """What changed between stages, what that should be worth, and what it is worth."""
+    from common import compare as comparing
+
+    names = comparing.checked(stages)
+    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+    if not as_json:
+        paint(comparing.introduction(names))
+    out(as_json, comparing.compare(names, job, budget, save), comparing.result)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A")],
+    b: Annotated[str, typer.Argument(metavar="B")],
+    side_by_side: Annotated[bool, typer.Option("--side-by-side", "-y", help="Two columns.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The definitions that differ between two stages."""
+    from common import diff as diffing
+    from common import show
+
+    out(as_json, diffing.document(a, b), lambda _: show.stage_diff(a, b, side_by_side))
+
+
+@app.command()
+def sweep(
+    stage: Annotated[str, typer.Argument(metavar="STAGE")],
+    setting: Annotated[str, typer.Argument(metavar="NAME=2,4,8", help="A constant of the stage and its values.")],
+    model: Model = None,
+    layers: Layers = None,
+    prompt: Prompt = None,
+    ids: Ids = None,
+    shape: Shape = None,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Rebind one constant of a stage in a copy: is it still right, and how fast?"""
+    from common import sweep as sweeping
+
+    sweeping.parse(stage, setting)
+    job = prepared(model, layers, prompt, ids, shape)
+    out(as_json, sweeping.sweep(stage, setting, job, save), sweeping.render)
+
+
+@app.command()
+def read(stage: StageName = None, stage_option: StageOption = None) -> None:
+    """Print a stage's module."""
+    from common import show
+    from common.stage import source_path
+
+    path = source_path(one(stage, stage_option))
+    if sys.stdout.isatty():
+        paint(show.module(path))
+    else:
+        print(path.read_text(), end="")
+
+
+@app.command()
+def roofline(
+    stage: StageName = None,
+    tokens: Annotated[str | None, typer.Option(metavar="1..64", help="Measure STAGE at these prompt lengths.")] = None,
+    model: Model = None,
+    layers: Layers = None,
+    threads: Threads = 1,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """This machine's roofs, and the bound they set for a model; with a stage, ms against tokens."""
+    from common import roofs
+
+    document = roofs.document(prepared(model, layers, threads=threads), stage, tokens, measure, save)
+    out(as_json, document, roofs.render)
+
+
+@app.command()
+def report() -> None:
+    """Write the parts of README and chapters that come from code and records anew."""
+    from common import chapters
+
+    for path in chapters.refresh():
+        print(path.relative_to(chapters.ROOT))
+
+
+@app.command()
+def inspect(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = False) -> None:
+    """A GGUF file's three regions: header, metadata, tensor table."""
+    from common import inspect as inspecting
+    from common import show
+    from common.gguf import read
+
+    gguf = read(file)
+    if as_json:
+        out(as_json, inspecting.document(gguf), None)
+    else:
+        inspecting.show(gguf, show.console())
+
+
+@app.command()
+def tokenize(
+    text: Annotated[str, typer.Argument(metavar="TEXT")], model: Model = None, as_json: Json = False
+) -> None:  # fmt: skip
+    """A text's pieces and token ids."""
+    from common import sources
+    from common.gguf import read
+    from common.job import checked_text
+    from common.tokenizer import Tokenizer, report, report_text
+
+    tokenizer = Tokenizer.from_gguf(read(sources.resolve(model)))
+    document = report(tokenizer, checked_text(text))
+    out(as_json, document, lambda found: [report_text(tokenizer, text, found)])
+
+
+@app.command()
+def pull(name: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2 or tinyllama")] = "smollm2") -> None:
+    """Fetch a model into the cache, checked to the byte."""
+    from common import sources
+
+    print(sources.pull(name))
+
+
+@app.command()
+def synth(
+    output: Annotated[str, typer.Option("-o", metavar="FILE", help="Where to write it.")],
+    shape: Annotated[str | None, typer.Argument(metavar="SHAPE", help="tinyllama, smollm2 or tiny")] = None,
+    quant: Annotated[str, typer.Option(help="q4_k_m, q4_0, q4_1, q8_0, …")] = "q4_k_m",
+    source: Annotated[str | None, typer.Option("--from", metavar="FILE", help="Requantize this file instead.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+) -> None:
+    """Write a model file: a known shape with random weights, or a real one in other blocks."""
+    from pathlib import Path
+
+    from common import sources
+    from common import synth as making
+
+    if bool(shape) == bool(source):
+        raise typer.BadParameter("give a shape (tinyllama, smollm2, tiny) or --from FILE, one of them")
+    if source:
+        print(making.requantize(sources.resolve(source), quant, Path(output)))
+    else:
+        print(making.synth(shape, quant, Path(output), layers, seed))
+
+
+@app.command()
+def doctor(model: Model = None, as_json: Json = False) -> None:
+    """What this machine has, and what to do about what it lacks."""
+    from common import doctor as examining
+
+    out(as_json, examining.report(model), lambda found: [examining.render(found)])
+
+
+def one(stage: str | None, option: str | None) -> str:
+    """The stage, named bare or with --stage."""
+    if stage and option and stage != option:
+        raise typer.BadParameter(f"{stage} and --stage {option} name two stages: give one")
+    if not (stage or option):
+        raise typer.BadParameter("name a stage, such as naive; `lesson list` shows them")
+    return stage or option
+
+
+def prepared(*flags, **named):
+    from common.job import prepare
+
+    return prepare(*flags, **named)
+
+
+def out(as_json: bool, document: dict, render) -> None:
+    """Print a document as it is, or as a person reads it."""
+    if as_json:
+        print(json.dumps(document, ensure_ascii=True, allow_nan=False))
+    else:
+        paint(render(document))
+
+
+def paint(shown) -> None:
+    from common.show import console
+
+    page = console()
+    for piece in shown:
+        page.print(piece)
+
+
+if __name__ == "__main__":
+    app()

@@ -192,8 +192,8 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
             quota, period = (root / "cpu.max").read_text().split()
         else:
             quota, period = ((root / "cpu" / f"cpu.cfs_{f}_us").read_text() for f in ("quota", "period"))
-        return None if quota == "max" or float(quota) <= 0 else float(quota) / float(period)
-    except (OSError, ValueError):
+        return None if float(quota) <= 0 else float(quota) / float(period)
+    except (OSError, ValueError):  # no such file, or "max"
         return None
 
 

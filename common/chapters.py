@@ -1,0 +1,157 @@
+"""`lesson report`: the parts of README and chapters that come from code and records, written anew where they stand.
+
+A part is what lies between <!-- name arguments --> and <!-- end -->. So a quoted definition cannot drift from its
+module, and a table cannot say what no record says.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from common import catalog, diff, pictures, show
+from common.stage import FOLDER, LADDER, source_path
+
+ROOT = FOLDER.parent
+REPORTS = ROOT / "reports"
+PART = re.compile(r"(<!-- (\w+)((?: [^\s>]+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+class ChapterError(Exception):
+    """A part that can't be written: an unknown name, or a definition or record that is not there."""
+
+    exit_code = 1
+
+
+def files() -> list[Path]:
+    """README and every chapter that has such parts."""
+    found = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
+    return [path for path in found if PART.search(path.read_text())]
+
+
+def refresh() -> list[Path]:
+    """Rewrite the parts of every file. -> the files that changed. Raises ChapterError."""
+    changed = []
+    for path in files():
+        old = path.read_text()
+        new = filled(old, path)
+        if new != old:
+            path.write_text(new)
+            changed.append(path)
+    for path, text in {**diffs(), **pictures.drawn()}.items():
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            changed.append(path)
+    return changed
+
+
+def filled(text: str, path: Path) -> str:
+    """A file's text with every part written anew."""
+
+    def write(match: re.Match) -> str:
+        head, name, arguments, _, tail = match.groups()
+        if name not in WRITERS:
+            raise ChapterError(f"{path.name}: no part is called {name!r}; there are {', '.join(WRITERS)}")
+        try:
+            return f"{head}{WRITERS[name](path, *arguments.split())}\n{tail}"
+        except (KeyError, OSError, TypeError) as error:
+            raise ChapterError(f"{path.name}: <!-- {name}{arguments} -->: {error!r}") from error
+
+    return PART.sub(write, text)
+
+
+def code(path: Path, name: str) -> str:
+    """A definition of the module beside the chapter."""
+    return f"```python\n{diff.definitions(path.with_suffix('.py').read_text())[name].text}\n```"
+
+
+def step(path: Path, *names: str) -> str:
+    """What the named definitions changed against the stage before."""
+    previous = source_path(diff.constant(path.with_suffix(".py"), "PREVIOUS"))
+    found = {c.name: c for c in diff.changes(previous, path.with_suffix(".py"))}
+    lines = [line for name in names for line in found[name].unified()]
+    return "```diff\n" + "\n".join(lines) + "\n```"
+
+
+def compared(path: Path, record: str) -> str:
+    """A comparison's table; record is a file under reports/."""
+    document = json.loads((REPORTS / record).read_text())
+    rows = [
+        "| | TTFT ms | × | expected × | ms/token | × | expected × | × bound | verdict |",
+        "|---|" + "---:|" * 7 + "---|",
+    ]
+    pairs = {(p["b"], p["metric"]): p for p in document["pairs"]}
+    for r in document["stages"]:
+        cells = [r["stage"]]
+        for metric in ("ttft_ms", "ms_per_token"):
+            pair = pairs.get((r["stage"], metric), {})
+            cells += [
+                show.number(r[metric] and r[metric]["median"]),
+                show.times(pair.get("ratio")),
+                show.times(pair.get("expected_ratio")),
+            ]
+        cells.append(show.times(r["ttft_ms"]["median"] / r["expect"]["bound_ttft_ms"]))
+        cells.append(pairs.get((r["stage"], "ttft_ms"), {}).get("verdict", ""))
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(
+        [*rows, "", f"{show.footer(document['stages'][0])}. Median of {runs(document)} runs each; {document['why']}"]
+    )
+
+
+def costs(path: Path, record: str) -> str:
+    """What a comparison's stages cost outside the clock."""
+    document = json.loads((REPORTS / record).read_text())
+    rows = ["| | load s | compile s | peak MB | minor faults | major faults | lines |", "|---|" + "---:|" * 6]
+    for r in document["stages"]:
+        faults = r["page_faults"]
+        lines = len(source_path(r["stage"]).read_text().splitlines())
+        cells = [
+            r["stage"],
+            show.number(r["load_ms"] / 1e3),
+            show.number(r["jit_ms"] / 1e3),
+            f"{r['peak_rss_mb']:,.0f}",
+        ]
+        rows.append("| " + " | ".join([*cells, f"{faults['minor']:,}", f"{faults['major']:,}", str(lines)]) + " |")
+    return "\n".join(rows)
+
+
+def runs(document: dict) -> int:
+    return len(document["stages"][0]["ttft_ms"]["samples"])
+
+
+def ladder(path: Path, *records: str) -> str:
+    """Every stage with its idea, and what it took in each of these comparisons."""
+    documents = [json.loads((REPORTS / record).read_text()) for record in records]
+    titles = [f"{d['stages'][0]['model']['name']}, {d['stages'][0]['shape']}" for d in documents]
+    head = ["stage", "the one idea", *(f"{t}: {m}" for t in titles for m in ("TTFT ms", "ms/token"))]
+    rows = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    for stage in catalog.document()["stages"]:
+        cells = [f"[{stage['name']}](stages/{stage['name']}.md)", stage["idea"]]
+        for document in documents:
+            run = next((r for r in document["stages"] if r["stage"] == stage["name"]), {})
+            cells += [show.number(run[m]["median"]) if run.get(m) else "–" for m in ("ttft_ms", "ms_per_token")]
+        rows.append("| " + " | ".join(cells) + " |")
+    where = sorted({show.footer(d["stages"][0]) for d in documents})
+    return "\n".join([*rows, "", *(f"{line}." for line in where)])
+
+
+WRITERS = {"code": code, "step": step, "compared": compared, "costs": costs, "ladder": ladder}
+
+
+def diffs() -> dict[Path, str]:
+    """reports/diffs/A-B.md for each step of the ladder: the latest comparison's numbers above what changed."""
+    pages = {}
+    for stage in LADDER:
+        previous = diff.constant(source_path(stage), "PREVIOUS")
+        if not previous:
+            continue
+        told = diff.docstring(source_path(stage))
+        page = [f"# {previous} → {stage}", "", told[""], "", told["Change"], ""]
+        for record in sorted(REPORTS.glob("*/compare/*.json")):
+            document = json.loads(record.read_text())
+            if {previous, stage} <= {r["stage"] for r in document["stages"]}:
+                page += [compared(FOLDER, str(record.relative_to(REPORTS))), ""]
+        for change in diff.changes(source_path(previous), source_path(stage)):
+            page += [f"## {change.name}", "", "```diff", *change.unified(), "```", ""]
+        pages[REPORTS / "diffs" / f"{previous}-{stage}.md"] = "\n".join(page)
+    return pages

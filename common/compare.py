@@ -1,0 +1,202 @@
+"""`lesson compare`: what changed between stages, what that was expected to be worth, and what it was worth."""
+
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from common import diff, gate, harness, machine, records, roofline, show
+from common.harness import Sample
+from common.job import Job, UsageError
+from common.run import check
+from common.stage import OPS, source_path
+from common.stats import verdict
+
+ROUNDS = 6  # runs of each stage; a 99 % interval from fewer is too wide to be of use
+MOST_ROUNDS = 10
+BUDGET_S = 60.0  # seconds of timed work a stage
+START_S = 4.0  # about what a process spends before its clock starts: imports, load, warm-up
+
+
+def checked(names: list[str]) -> list[str]:
+    """The names as given, two or more, each a stage that exists. Raises UsageError or StageError."""
+    if len(names) < 2:
+        raise UsageError("name two stages or more, such as naive tiling")
+    for name in names:
+        source_path(name)
+    return names
+
+
+def compare(names: list[str], job: Job, budget_s: float, save: str | None = None) -> dict:
+    """Run stages alternately, check every run, judge each stage against the one before it. -> the JSON document.
+
+    Raises WrongError where a stage fails its gate, RunError where one gives no numbers, and what a Job may.
+    """
+    folder = records.writable(records.folder(save))
+    here = machine.measure(walks=roofline.walks(names, job.gguf.config))
+    expected = [roofline.expectation(name, job, here) for name in names]
+    print(estimate(names, job, budget_s, expected), file=sys.stderr)
+    samples, agreed = take(names, job, budget_s)
+    runs = [
+        records.run_record(job, *one, here) for one in zip(names, samples, agreed, expected, strict=True)
+    ]  # fmt: skip
+    steps = range(len(names) - 1)
+    document = {
+        "schema": records.SCHEMA,
+        "stages": runs,
+        "pairs": [pair for i in steps for pair in judge(runs[i], runs[i + 1], samples[i], samples[i + 1])],
+        "agree": [{"stage": name, **a._asdict()} for name, a in zip(names, agreed, strict=True)],
+        "changed": {names[i + 1]: changed(names[i], names[i + 1]) for i in steps},
+        "budget_s": budget_s,
+        "why": roofline.sentence(names, job, here),
+    }
+    records.save(document, folder / here.slug / "compare" / records.file_name(runs))
+    return document
+
+
+def take(names: list[str], job: Job, budget_s: float) -> tuple[list[list[Sample]], list[gate.Agreement]]:
+    """Samples of each stage, in rounds that go forward and back again (ABBA), so that a drift of the machine cancels.
+
+    The first round generates as many tokens as a third of the budget allows; the others as many as leave room for
+    ROUNDS of them.
+    """
+    samples: list[list[Sample]] = [[] for _ in names]
+    agreed: list[gate.Agreement] = [None] * len(names)
+    n, rounds, done = job.n, ROUNDS, 0
+    with tempfile.TemporaryDirectory() as folder, progress() as bar:
+        task = bar.add_task("", total=None)
+        while done < rounds:
+            order = range(len(names)) if done % 2 == 0 else reversed(range(len(names)))
+            for slot in order:
+                bar.update(task, description=f"round {done + 1}, {names[slot]}")
+                rows = str(Path(folder) / "rows.npy")
+                sample = harness.run(job.request(names[slot], n=n, budget_s=budget_s / 3, rows_file=rows))
+                found = check(names[slot], job, sample, rows)
+                agreed[slot] = agreed[slot] or found
+                samples[slot].append(sample)
+                bar.advance(task)
+            done += 1
+            if done == 1:
+                n, rounds = plan([s[0] for s in samples], budget_s)
+                bar.update(task, total=rounds * len(names))
+    return samples, agreed
+
+
+def plan(first: list[Sample], budget_s: float) -> tuple[int, int]:
+    """From one sample of each stage: (tokens, rounds in all) so that the slowest stage stays within its budget."""
+
+    def cost(sample: Sample, n: int) -> float:
+        return (sample.ttft_ms + sum(sample.gaps_ms[: n - 1])) / 1e3
+
+    shortest = min(len(s.output_ids) for s in first)
+    left = budget_s - max(cost(s, shortest) for s in first)
+    for n in range(shortest, 0, -1):
+        rounds = 1 + int(left / max(cost(s, n) for s in first))
+        if rounds >= ROUNDS:
+            break
+    return n, max(1, min(rounds, MOST_ROUNDS))
+
+
+def judge(a: dict, b: dict, samples_a: list[Sample], samples_b: list[Sample]) -> list[dict]:
+    """Verdicts on TTFT and, where both have it, ms/token over the tokens that every run has."""
+    n = min(len(s.output_ids) for s in samples_a + samples_b)
+    found = []
+    for metric in ("ttft_ms", "ms_per_token"):
+        if metric == "ms_per_token" and n < 2:
+            continue
+        of = (lambda s: s.ttft_ms) if metric == "ttft_ms" else (lambda s: s.ms_per_token(n))
+        judged = verdict([of(s) for s in samples_a], [of(s) for s in samples_b])
+        want_a, want_b = a["expect"][metric], b["expect"][metric]
+        ratio = want_a / want_b if want_a and want_b else None
+        found.append(
+            {"a": a["stage"], "b": b["stage"], "metric": metric, **judged._asdict(), "expected_ratio": ratio}
+        )  # fmt: skip
+    return found
+
+
+def changed(a: str, b: str) -> list[str]:
+    return [c.name for c in diff.changes(source_path(a), source_path(b))]
+
+
+def estimate(names: list[str], job: Job, budget_s: float, expected: list[dict]) -> str:
+    """How long this will take, said before it starts; a stage without an expectation counts as its whole budget."""
+    total, told = 0.0, []
+    for name, expect in zip(names, expected, strict=True):
+        run = math.inf
+        if expect["ttft_ms"]:
+            run = (expect["ttft_ms"] + (job.n - 1) * (expect["ms_per_token"] or 0)) / 1e3
+            told.append(f"{name} {expect['ttft_ms'] / 1e3:.1f} s")
+        total += min(ROUNDS * run, budget_s) + ROUNDS * START_S
+    return (
+        f"about {total:.0f} s: at most {budget_s:.0f} s of timed work a stage (--budget), {ROUNDS} rounds where that "
+        f"allows; expected to first token: {', '.join(told) or 'unknown'}"
+    )
+
+
+def progress() -> Progress:
+    """A bar on a terminal's stderr, nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# ---- what the reader sees --------------------------------------------------------------------------------------
+
+
+def introduction(names: list[str]) -> list:
+    """The idea and the code of each step; shown before anything runs."""
+    shown = []
+    for a, b in zip(names, names[1:], strict=False):
+        if a == b:
+            shown.append(show.heading(f"{a} against itself: nothing changed, so nothing should be measured"))
+            continue
+        told = diff.docstring(source_path(b))
+        shown.append(show.heading(told[""]))
+        shown += [show.paragraph(part, told[part]) for part in ("Idea", "Was", "Change", "Expect") if part in told]
+        found = diff.changes(source_path(a), source_path(b))
+        for change in found:
+            shown += ["", *show.code_diff(change)]
+        moved = [c.name for c in found]
+        same = [op for op in OPS if op not in moved]
+        shown += ["", f"Moved: {', '.join(moved) or 'nothing'}. The same code in both: {' '.join(same)}."]
+    return shown
+
+
+def result(document: dict) -> list:
+    """The numbers, under the code."""
+    runs, pairs = document["stages"], document["pairs"]
+    shown = [""]
+    for metric, title, bound in (
+        ("ttft_ms", "TTFT", "bound_ttft_ms"),
+        ("ms_per_token", "ms/token", "bound_ms_per_token"),
+    ):
+        if any(r[metric] is None for r in runs):
+            continue
+        rows = show.table(title, "saw ms", "spread", "×", "99 % of it", "expect ms", "×", "× bound")
+        by_b = {p["b"]: p for p in pairs if p["metric"] == metric}
+        for i, r in enumerate(runs):
+            pair = by_b.get(r["stage"]) if i else None
+            rows.add_row(
+                r["stage"],
+                show.number(r[metric]["median"]),
+                show.spread(r[metric]),
+                show.times(pair and pair["ratio"]),
+                f"{show.number(pair['low'])}–{show.number(pair['high'])}" if pair and pair["low"] else "",
+                show.number(r["expect"][metric]),
+                show.times(pair and pair["expected_ratio"]),
+                show.times(r[metric]["median"] / r["expect"][bound]),
+            )
+        shown += [rows, ""]
+    shown += [show.verdict(p) for p in pairs]
+    shown += [document["why"], "", show.costs(runs), ""]
+    for r, agreed in zip(runs, document["agree"], strict=True):
+        ids = "every id the reference's own" if agreed["first_difference"] is None else "ids differ at a tie only"
+        shown.append(
+            f"{r['stage']}: {ids}; logits NMSE {agreed['nmse']:.0e} of {gate.tolerance(r['stage']):.0e} allowed"
+        )
+    if runs[0]["text"]:
+        shown += [show.quote(runs[0]["text"])]
+    return [*shown, show.dim(show.footer(runs[0]))]

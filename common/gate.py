@@ -1,0 +1,171 @@
+"""The correctness gate: no time is shown for a stage that gives other answers than the oracle."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from common import reference
+
+# The largest NMSE of logits that a stage may show. Float stages differ from the oracle by rounding alone.
+TOLERANCE = {"float": 1e-8}
+MARGIN = 8  # an id may differ where the oracle prefers its own by less than this many times the RMS logit error
+
+
+def tolerance(stage: str) -> float:
+    """The largest NMSE of logits allowed to a stage."""
+    return TOLERANCE["float"]
+
+
+class Agreement(NamedTuple):
+    """How a stage's logits rows and ids stand to the oracle's, each position judged on the stage's own text so far."""
+
+    nmse: float
+    kl: float  # mean KL divergence of the stage from the oracle, in nats
+    tokens_equal: bool  # every id is the oracle's first choice, or a tie within MARGIN
+    first_difference: int | None  # index of the first new id that differs, ties included
+    passed: bool
+
+
+def agreement(rows, ids, want, tolerance: float) -> Agreement:
+    """Judge logits rows (n, V) and the n ids chosen from them against the oracle's rows (n, V)."""
+    rows, want = np.asarray(rows, np.float64), np.asarray(want, np.float64)
+    ids = np.asarray(ids)
+    at = np.arange(len(ids))
+    error = reference.nmse(rows, want)
+    rms = np.sqrt(np.mean((rows - want) ** 2, axis=1))
+    lost = want.max(axis=1) - want[at, ids]  # by how much the oracle prefers its own choice
+    differs = np.flatnonzero(lost > 0)
+    equal = bool(np.all(lost <= MARGIN * rms))  # False where anything is NaN
+    kl = float(np.mean(divergence(want, rows)))
+    first = int(differs[0]) if len(differs) else None
+    return Agreement(error, kl, equal, first, equal and error <= tolerance)
+
+
+def divergence(p_logits, q_logits) -> np.ndarray:
+    """KL(p || q) in nats for each row of logits (rows, V). Source: Kullback & Leibler 1951."""
+    p, q = log_softmax(p_logits), log_softmax(q_logits)
+    return np.sum(np.exp(p) * (p - q), axis=-1)
+
+
+def log_softmax(x):
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
+
+
+# ---- where a wrong stage parts from the oracle -----------------------------------------------------------------
+
+MATMULS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")  # in the order of forward
+OP_TOLERANCE = 1e-7  # NMSE of one op on the inputs it was given
+STREAM_TOLERANCE = 1e-9  # NMSE of the residual stream, where a float stage is at 1e-12
+
+
+class Parted(Exception):
+    """Raised out of a traced forward at the first op whose output is wrong."""
+
+
+def first_fault(request) -> str:
+    """Run the stage's forward with every op checked in float64 on the very inputs it got; say where it first fails.
+
+    request is a harness.Request whose ids are the text to run. Where every op is right on its inputs, the fault is in
+    how forward or generate connects them, and the residual stream says in which layer.
+    """
+    from common.model import open_model
+    from common.stage import load_stage
+
+    stage = load_stage(request.stage)
+    gguf = open_model(request.model, request.layers)
+    model = stage.load(gguf, request.context or gguf.config.context, request.threads)
+    trace = Trace(stage, gguf.config.L)
+    try:
+        rows = stage.logits(model, stage.forward(model, request.ids, 0))
+    except Parted as found:
+        return str(found)
+    finally:
+        trace.undo()
+    answer = reference.compute(gguf, request.ids)
+    want = answer.residual[1:]
+    for step, (got, right) in enumerate(zip(trace.residual, want, strict=False)):
+        if not reference.nmse(got, right) <= STREAM_TOLERANCE:
+            part = "attention" if step % 2 == 0 else "the feed-forward"
+            at = f"{place(got, right, STREAM_TOLERANCE)}, layer {step // 2}"
+            return f"{at}: each op is right on its inputs, but the sum after {part} is not"
+    if len(trace.residual) < len(want):
+        return f"layer {len(trace.residual) // 2}: it never runs"
+    if not reference.nmse(rows, answer.logits) <= STREAM_TOLERANCE:
+        at = place(rows, answer.logits, STREAM_TOLERANCE)
+        return f"{at}: every layer is right, but the output norm or the logits are not"
+    return "prefill is right at every position, so the fault is in how generate continues after it"
+
+
+class Trace:
+    """Wraps a stage's ops, as its forward sees them, with a check against float64."""
+
+    def __init__(self, stage, layers: int):
+        self.space, self.layers = vars(stage), layers
+        self.kept = {name: self.space[name] for name in ORACLE if name in self.space}
+        self.residual: list[np.ndarray] = []
+        self.matmuls = 0
+        for name, op in self.kept.items():
+            self.space[name] = self.checked(name, op)
+
+    def undo(self) -> None:
+        self.space.update(self.kept)
+
+    def checked(self, name: str, op):
+        def call(*inputs):
+            layer, label = len(self.residual) // 2, name
+            if name == "matmul":
+                label = f"matmul ({MATMULS[self.matmuls % 7] if layer < self.layers else 'output'})"
+                self.matmuls += 1
+            got, want = op(*inputs), ORACLE[name](*inputs)
+            if not reference.nmse(got, want) <= OP_TOLERANCE:
+                raise Parted(
+                    f"{place(got, want, OP_TOLERANCE)}, layer {layer}, {label}: NMSE {reference.nmse(got, want):.1e}"
+                )
+            if name == "add":
+                self.residual.append(np.array(got))
+            return got
+
+        return call
+
+
+def place(got, want, tolerance: float) -> str:
+    """'token 3': the first row whose error stands out."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    rows = (((got - want) ** 2).reshape(len(want), -1).sum(axis=1)) / (np.sum(want**2) / len(want))
+    bad = np.flatnonzero(~(rows <= tolerance))
+    return f"token {int(bad[0]) if len(bad) else 0}"
+
+
+def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * hd)
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    T, H, hd = q.shape
+    k, v = (a[: start + T].repeat(H // k.shape[1], axis=1) for a in (k, v))
+    scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(hd)
+    scores[:, start + np.arange(T)[:, None] < np.arange(start + T)] = -np.inf
+    return np.einsum("hts,shd->thd", reference.softmax(scores), v).reshape(T, H * hd)
+
+
+def matmul(x, w):  # (T, K), (K, N) -> (T, N)
+    return x.astype(np.float64) @ w.astype(np.float64)
+
+
+def rms_norm(x, weight, eps):
+    x = x.astype(np.float64)
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rope(x, freqs, start):
+    padded = np.concatenate([np.zeros((start, *x.shape[1:])), x.astype(np.float64)])
+    return reference.rope(padded, freqs)[start:]
+
+
+ORACLE = {
+    "matmul": matmul,
+    "add": lambda a, b: a.astype(np.float64) + b,
+    "mul": lambda a, b: a.astype(np.float64) * b,
+    "silu": lambda x: reference.silu(x.astype(np.float64)),
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "attention": attention,
+}

@@ -1,0 +1,525 @@
+"""What an op costs at least, what this machine could do at best, and what a stage should take: all before it runs.
+
+One FLOP and one byte formula per op, used for every column of every table. A FLOP is one add, multiply, divide,
+comparison or function value; bytes count each array once, as if caches were perfect (Williams, Waterman & Patterson
+2009, "Roofline"). Shapes by the course's alphabet: T new tokens, S seen in all, D, H, G, hd, F, V, matmul K and N.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from statistics import median
+from typing import NamedTuple
+
+from common import diff
+from common.machine import LINE, LINE_FLOATS, Machine, curve
+from common.stage import StageError, source_path
+
+SLACK = 1.05  # a measured bandwidth is itself a measurement; beyond this the accounting is wrong
+NEAR_CHAIN = 1.5  # up to this many times the addition's latency, the chain of additions decides
+WORTH = 1.8  # an expected ratio above this is a gain that nobody will miss
+
+
+class AccountingError(Exception):
+    """A time shorter than the machine allows: bytes, FLOPs or clock are wrong, and no number may be shown."""
+
+    exit_code = 5
+
+
+class Work(NamedTuple):
+    """What an op does at least."""
+
+    flops: int
+    bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def times(self, n: int) -> "Work":
+        return Work(self.flops * n, self.bytes * n)
+
+
+# One formula an op
+
+
+def matmul(T: int, K: int, N: int, weight_bytes: int | None = None) -> Work:
+    """(T, K), (K, N) -> (T, N); weights are float32 unless weight_bytes says what they take in all."""
+    return Work(2 * T * K * N, (4 * K * N if weight_bytes is None else weight_bytes) + 4 * T * (K + N))
+
+
+def add(T: int, D: int) -> Work:
+    return Work(T * D, 12 * T * D)
+
+
+def mul(T: int, F: int) -> Work:
+    return Work(T * F, 12 * T * F)
+
+
+def rms_norm(T: int, D: int) -> Work:
+    """A sum of squares, then divide, add eps, root and reciprocal once a row, and two multiplies a value."""
+    return Work(T * (4 * D + 4), 4 * (2 * T * D + D))
+
+
+def silu(T: int, F: int) -> Work:
+    """Negate, exp, add, divide."""
+    return Work(4 * T * F, 8 * T * F)
+
+
+def rope(T: int, heads: int, hd: int) -> Work:
+    """One angle with its cosine and sine a pair and token, then four multiplies and two adds a head."""
+    return Work(T * (hd // 2) * (3 + 6 * heads), 8 * T * heads * hd + 8 * (hd // 2))
+
+
+def scale(S: int) -> Work:
+    return Work(S, 8 * S)
+
+
+def dot(hd: int) -> Work:
+    return Work(2 * hd, 8 * hd + 4)
+
+
+def softmax(S: int) -> Work:
+    """Compare, subtract, exp, add, divide."""
+    return Work(5 * S, 8 * S)
+
+
+def argmax(V: int) -> Work:
+    return Work(V, 4 * V)
+
+
+def attention(T: int, S: int, H: int, G: int, hd: int) -> Work:
+    """The last T of S tokens, each looking at itself and all before it: dot, scale, softmax, weighted sum."""
+    seen = T * S - T * (T - 1) // 2
+    return Work(seen * H * (4 * hd + 6), 8 * T * H * hd + 8 * S * G * hd)
+
+
+# A model's ops
+
+
+class Matmul(NamedTuple):
+    """One of a model's weight matrices: x (T, K) @ w (K, N), in `count` layers."""
+
+    name: str
+    K: int
+    N: int
+    count: int
+
+
+def matmuls(config) -> tuple[Matmul, ...]:
+    """Every matmul of a forward pass; `output` sees one row a token generated."""
+    D, F, L = config.D, config.F, config.L
+    q, kv = config.H * config.hd, config.G * config.hd
+    return (
+        Matmul("w_q", D, q, L),
+        Matmul("w_k", D, kv, L),
+        Matmul("w_v", D, kv, L),
+        Matmul("w_o", q, D, L),
+        Matmul("w_gate", D, F, L),
+        Matmul("w_up", D, F, L),
+        Matmul("w_down", F, D, L),
+        Matmul("output", D, config.V, 1),
+    )
+
+
+def float_bytes(config) -> dict[str, int]:
+    """Bytes of each matmul's weights over all layers, as float32."""
+    return {m.name: 4 * m.K * m.N * m.count for m in matmuls(config)}
+
+
+def file_bytes(weights) -> dict[str, int]:
+    """Bytes of each matmul's weights over all layers, as the file's blocks hold them (Weights of Tensors)."""
+    total: Counter = Counter({"output": weights.output.nbytes})
+    for layer in weights.layers:
+        total.update({name: t.nbytes for name, t in layer._asdict().items() if name.startswith("w_")})
+    return dict(total)
+
+
+def work(config, T: int, S: int, weight_bytes: dict[str, int], rows: int = 1) -> dict[str, Work]:
+    """Each op's work in one forward pass of T new tokens, S seen with them, and logits of `rows` rows."""
+    D, H, G, hd, F, L = config.D, config.H, config.G, config.hd, config.F, config.L
+    products = Work(0, 0)
+    for m in matmuls(config):
+        one = matmul(rows if m.name == "output" else T, m.K, m.N, 0)
+        products += one.times(m.count) + Work(0, weight_bytes[m.name])
+    return {
+        "matmul": products,
+        "attention": attention(T, S, H, G, hd).times(L),
+        "rms_norm": rms_norm(T, D).times(2 * L + 1),
+        "rope": (rope(T, H, hd) + rope(T, G, hd)).times(L),
+        "silu": silu(T, F).times(L),
+        "mul": mul(T, F).times(L),
+        "add": add(T, D).times(2 * L),
+        "argmax": argmax(config.V).times(rows),
+    }
+
+
+def total(parts: dict[str, Work]) -> Work:
+    return sum(parts.values(), Work(0, 0))
+
+
+# The roof
+
+
+def peak(machine: Machine, threads: int = 1, kind: str = "float32") -> float:
+    """GFLOP/s of packed multiply-adds; kind int8 takes the 8-bit rate where the CPU has one."""
+    one = machine.int8_gops if kind == "int8" and machine.int8_gops else machine.fma_gflops
+    return one * (machine.fma_all_gflops / machine.fma_gflops if threads > 1 else 1.0)
+
+
+def ridge(machine: Machine, nbytes: int, threads: int = 1, kind: str = "float32") -> float:
+    """FLOPs per byte at which memory and arithmetic take equally long, for a working set of nbytes."""
+    return peak(machine, threads, kind) / machine.read(nbytes, threads)
+
+
+def bytes_read(stage: str, gguf) -> dict[str, int]:
+    """Bytes of each matmul's weights as this stage holds them: float32, or the file's blocks."""
+    return float_bytes(gguf.config) if modelled(stage) in FLOAT else file_bytes(gguf.weights)
+
+
+def bound_ms(w: Work, machine: Machine, threads: int = 1, kind: str = "float32") -> float:
+    """The least milliseconds for this work: reading its bytes at their working set, or its FLOPs at the peak."""
+    return max(w.bytes / machine.read(w.bytes, threads), w.flops / peak(machine, threads, kind)) / 1e6
+
+
+def plausible(w: Work, ms: float, machine: Machine, threads: int = 1, kind: str = "float32") -> float:
+    """Which share of its roof a measured time reaches. Raises AccountingError above 105 %."""
+    if not ms > 0:
+        raise AccountingError(f"a time of {ms} ms for {w.flops:,} FLOPs: the clock is wrong")
+    share = bound_ms(w, machine, threads, kind) / ms
+    if share > SLACK:
+        raise AccountingError(
+            f"{w.flops / ms / 1e6:.1f} GFLOP/s and {w.bytes / ms / 1e6:.1f} GB/s in {ms:.3g} ms are {share:.0%} of "
+            "what this machine can do: the bytes, the FLOPs or the clock are wrong, or it must be measured anew"
+        )
+    return share
+
+
+# Walking down a column
+
+
+class Held(NamedTuple):
+    """Which share of a column's lines each cache level keeps until the next column wants them; the rest is `beyond`."""
+
+    levels: tuple[float, ...]
+
+    @property
+    def beyond(self) -> float:
+        return max(0.0, 1 - sum(self.levels))
+
+
+@cache
+def held(caches, lines: int, stride: int) -> Held:
+    """Lines `stride` bytes apart, held against each cache's sets: one that gets as many lines as ways keeps none.
+
+    A cache finds a line by its address modulo the number of sets, so a stride with a large power of two in it uses few
+    sets. That holds for L1, and for L2 as far as huge pages reach; a shared L3 hashes addresses, so only size counts.
+    """
+    addresses = sorted({k * stride // LINE for k in range(lines)})
+    shares, inner = [], 0.0
+    for c in caches:
+        if c.level >= 3:
+            fit = len(addresses) if len(addresses) * LINE <= c.bytes else 0
+        else:
+            crowd = Counter(a % c.sets for a in addresses)
+            fit = sum(n for n in crowd.values() if n < c.ways)  # x and out want room as well
+        share = max(0.0, fit / len(addresses) - inner)
+        shares.append(share)
+        inner += share
+    return Held(tuple(shares))
+
+
+@cache
+def level_points(stride_ns, caches, page_bytes: int) -> dict[tuple[int, bool], tuple[tuple[int, float], ...]]:
+    """(level, paged) -> (lines, median ns) of the measured walks whose lines all live at that level."""
+    points: dict[tuple[int, bool], dict[int, list[float]]] = {}
+    for lines, stride, ns in stride_ns:
+        shares = held(caches, lines, stride)
+        for level, share in enumerate((*shares.levels, shares.beyond)):
+            if share > 0.9:
+                points.setdefault((level, stride >= page_bytes), {}).setdefault(lines, []).append(ns)
+    return {key: tuple((n, median(found[n])) for n in sorted(found)) for key, found in points.items()}
+
+
+def level_ns(machine: Machine, level: int, lines: int, paged: bool) -> float:
+    """ns per access of walks down `lines` lines that all live at this level; level len(caches) is memory.
+
+    paged: each line on a page of its own, so that translation counts too. A level no walk reached costs what the
+    one inside it does.
+    """
+    points = level_points(machine.stride_ns, machine.caches, machine.page_bytes)
+    for inner in range(level, -1, -1):
+        if (inner, paged) in points:
+            return curve(points[inner, paged], lines)
+    return machine.fp_add_ns
+
+
+def column_ns(machine: Machine, lines: int, K: int, N: int) -> tuple[float, float]:
+    """(first time, again): ns per multiply-add of walking down columns of a (K, N) float32 matrix, `lines` at a time.
+
+    The walk measured at this very shape where the machine has it. Else from the levels that hold the lines between one
+    column and the next; one access in 16 meets a new line, from where the matrix or (first time) the model lives.
+    """
+    exact = machine.walk(lines, K, N)
+    if exact:
+        return exact.cold_ns, exact.warm_ns
+    stride, paged = 4 * N, machine.page_bytes <= 4 * N
+    shares = held(machine.caches, lines, stride)
+    again = sum(s * level_ns(machine, i, lines, paged) for i, s in enumerate((*shares.levels, shares.beyond)))
+
+    def fetch(nbytes):
+        level = next((i for i, c in enumerate(machine.caches) if nbytes <= c.bytes), len(machine.caches))
+        return max(again, level_ns(machine, level, lines, paged))
+
+    tile = lines < K
+    matrix = 4 * K * N
+    new, old = fetch(max(matrix, machine.read_gbs[-1][0])), again if tile else fetch(matrix)
+    return tuple((again * (LINE_FLOATS - 1) + f) / LINE_FLOATS for f in (new, old))
+
+
+# What each stage's matmul should take
+
+
+def naive_lines(K: int) -> int:
+    return K
+
+
+def tiling_lines(K: int) -> int:
+    return min(K, tile())
+
+
+@cache
+def tile() -> int:
+    return diff.constant(source_path("tiling"), "TILE")
+
+
+# A stage that walks columns: how many rows it walks before it turns to the next column.
+WALKS: dict[str, Callable[[int], int]] = {"naive": naive_lines, "tiling": tiling_lines}
+
+
+def column_matmul(lines: Callable[[int], int]) -> Callable:
+    """The cost of a matmul that walks columns, (machine, T, K, N) -> ms: T uses of each weight, the first one cold."""
+
+    def ms(machine: Machine, T: int, K: int, N: int) -> float:
+        first, again = column_ns(machine, lines(K), K, N)
+        return K * N * (first + (T - 1) * again) / 1e6
+
+    return ms
+
+
+# stage -> ms of one matmul (machine, T, K, N). A later stage adds its own small function here.
+MATMUL_MS: dict[str, Callable[[Machine, int, int, int], float]] = {
+    name: column_matmul(lines) for name, lines in WALKS.items()
+}
+FLOAT = {"naive", "tiling", "simd", "kv_cache"}  # unpack every weight to float32 at load
+CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each new token
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a stage should take, from shape and machine alone; times a token are None where only one is asked for."""
+
+    stage: str
+    ttft_ms: float
+    ms_per_token: float | None
+    bound_ttft_ms: float
+    bound_ms_per_token: float | None
+    ops: dict[str, float]  # ms in prefill
+    reason: str
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def op_times(stage: str, config, T: int, S: int, machine: Machine) -> dict[str, float]:
+    """ms by op of one forward pass of T new tokens and one row of logits."""
+    matmul_ms = MATMUL_MS[stage]
+    parts = work(config, T, S, float_bytes(config))
+    rate = machine.scalar_gflops * 1e6  # FLOPs a millisecond
+    times = {op: w.flops / rate for op, w in parts.items()}
+    times["matmul"] = sum(
+        m.count * matmul_ms(machine, 1 if m.name == "output" else T, m.K, m.N) for m in matmuls(config)
+    )
+    times["attention"] = parts["attention"].flops / 2 * machine.fp_add_ns / 1e6  # dot is one chain of additions
+    times["calls"] = (15 * config.L + 3) * machine.call_us / 1e3
+    return times
+
+
+def expect(
+    stage: str, config, weight_bytes: dict[str, int], T: int, n: int, machine: Machine, threads: int = 1
+) -> Expectation | None:
+    """What `stage` takes for a prompt of T tokens and n new ones; None for a stage without a cost function.
+
+    The bound is the file's own (weight_bytes from file_bytes): each weight read once a forward pass, as stored.
+    """
+    if stage not in MATMUL_MS:
+        return None
+
+    def forward(new: int, seen: int) -> float:
+        return sum(op_times(stage, config, new, seen, machine).values())
+
+    def bound(new: int, seen: int) -> float:
+        return bound_ms(total(work(config, new, seen, weight_bytes)), machine, threads)
+
+    later = range(T + 1, T + n)
+    ops = op_times(stage, config, T, T, machine)
+    return Expectation(
+        stage=stage,
+        ttft_ms=sum(ops.values()),
+        ms_per_token=mean(forward(*((s, s) if stage in CACHELESS else (1, s))) for s in later),
+        bound_ttft_ms=bound(T, T),
+        bound_ms_per_token=mean(bound(1, s) for s in later),
+        ops=ops,
+        reason=limit(stage, config, T, ops, machine),
+    )
+
+
+def mean(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def multiply_adds(config, T: int) -> int:
+    return sum(m.count * m.K * m.N * (1 if m.name == "output" else T) for m in matmuls(config))
+
+
+def limit(stage: str, config, T: int, ops: dict[str, float], machine: Machine) -> str:
+    """Which of the machine's limits decides a stage's time."""
+    ns = ops["matmul"] * 1e6 / multiply_adds(config, T)
+    pace = f"{ns:.2g} ns a multiply-add, where a float addition alone takes {machine.fp_add_ns:.2g}"
+    if ns <= NEAR_CHAIN * machine.fp_add_ns:
+        return f"the chain of float additions decides: {pace}"
+    return f"loads decide: {pace}"
+
+
+def walks(stages: Iterable[str], config) -> list[tuple[int, int, int]]:
+    """The (lines, K, N) whose exact walk sharpens the expectation of these stages: give them to machine.measure."""
+    known = [s for s in map(modelled, stages) if s in WALKS]
+    return [(WALKS[s](m.K), m.K, m.N) for s in known for m in matmuls(config)]
+
+
+def modelled(stage: str) -> str:
+    """The stage whose cost function speaks for `stage`: itself, or the nearest below it that has one, else naive.
+
+    A reader's file is read, not run: what is wrong with it comes to light in the process that runs it.
+    """
+    seen = set()
+    while stage not in MATMUL_MS:
+        if stage in seen:
+            return "naive"
+        seen.add(stage)
+        try:
+            stage = diff.constant(source_path(stage), "PREVIOUS") or "naive"
+        except (StageError, SyntaxError, ValueError):
+            return "naive"
+    return stage
+
+
+def expectation(stage: str, job, machine: Machine) -> dict:
+    """`expect` for a job, as a record keeps it. A stage without a cost function is expected to be no faster than the
+    one it starts from, and its reason says so.
+    """
+    known = modelled(stage)
+    found = expect(known, job.gguf.config, file_bytes(job.gguf.weights), len(job.ids), job.n, machine, job.threads)
+    if known != stage:
+        found = replace(found, stage=stage, reason=f"as {known}: {found.reason}")
+    return found.to_json()
+
+
+# In words
+
+
+def sentence(stages: list[str], job, machine: Machine) -> str:
+    """One sentence: why this model shows what it shows, and which command shows the other answer."""
+    return why(stages, job.gguf.config, len(job.ids), machine)
+
+
+def why(stages: list[str], config, T: int, machine: Machine) -> str:
+    """As `sentence`, for a prompt of T tokens."""
+    if "naive" in stages and "tiling" in stages:
+        return why_tiling(config, T, machine)
+    known = [s for s in dict.fromkeys(stages) if s in MATMUL_MS]
+    parts = [f"in {s} {limit(s, config, T, op_times(s, config, T, T, machine), machine)}" for s in known]
+    return "; ".join(parts) + "." if parts else "No expectation is computed for these stages."
+
+
+def why_tiling(config, T: int, machine: Machine) -> str:
+    naive, tiled = (op_times(s, config, T, T, machine)["matmul"] for s in ("naive", "tiling"))
+    layer = [m for m in matmuls(config) if m.name != "output"]
+    m = max(layer, key=lambda m: MATMUL_MS["naive"](machine, T, m.K, m.N))
+    rows = tiling_lines(m.K)
+    slow, fast = (column_ns(machine, lines, m.K, m.N)[1] for lines in (m.K, rows))
+    column = (
+        f"a column of {m.name} ({m.K} x {m.N}) touches {m.K:,} cache lines on {pages(m.K, m.N, machine):,} pages, "
+        f"{kilobytes(4 * m.N)} apart, and before the next column wants their neighbours {kept(machine, m.K, 4 * m.N)}"
+    )
+    cost = (
+        f"so a multiply-add takes {slow:.2g} ns, where the chain of additions alone takes {machine.fp_add_ns:.2g} "
+        f"and a column of {rows} rows {fast:.2g}"
+    )
+    ratio = naive / tiled
+    small = "`lesson compare naive tiling`"
+    if ratio >= WORTH:
+        verdict = f"tiling should be worth about {ratio:.1f}x here"
+        other = f"{small} shows small matrices, where it is worth less" if config.D > 1024 else BIG
+    elif ratio >= 1.1:
+        verdict, other = f"tiling should be worth about {ratio:.1f}x here, no more", BIG
+    else:
+        verdict, other = "there is next to nothing for tiling to win here", BIG
+    return f"{verdict[0].upper()}{verdict[1:]}: {column}, {cost}; {other}."
+
+
+BIG = "`lesson compare naive tiling --model tinyllama-shape --layers 2` shows larger ones, where it is worth more"
+
+
+def pages(lines: int, N: int, machine: Machine) -> int:
+    """Pages of the base size that one column of `lines` rows of N float32 touches."""
+    return min(lines, math.ceil(lines * 4 * N / machine.page_bytes))
+
+
+def kept(machine: Machine, lines: int, stride: int) -> str:
+    """Where a column's lines are by the time the next column wants them."""
+    shares = held(machine.caches, lines, stride)
+    names = [f"L{c.level}" for c in machine.caches] + ["memory"]
+    places = [(share, name) for share, name in zip((*shares.levels, shares.beyond), names, strict=True) if share > 0.05]
+    share, place = max(places)
+    some = "they are" if share > 0.95 else f"{share:.0%} of them are"
+    text = f"{some} still in L1" if place == "L1" else f"{some} back in {place}"
+    first = machine.caches[0]
+    sets = len({k * stride // LINE % first.sets for k in range(lines)})
+    crowded = sets < first.sets and lines > sets * first.ways
+    return text + (f" (that stride uses {sets} of L1's {first.sets} sets)" if crowded else "")
+
+
+def kilobytes(n: float) -> str:
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:.0f} B"
+
+
+def against_tokens(
+    stage: str, config, weight_bytes: dict[str, int], tokens: Iterable[int], machine: Machine, threads: int = 1
+) -> list[tuple[int, float | None, float]]:
+    """(T, expected ms, bound ms) of one forward pass for each T."""
+    found = []
+    for T in tokens:
+        least = bound_ms(total(work(config, T, T, weight_bytes)), machine, threads)
+        known = stage in MATMUL_MS
+        found.append((T, sum(op_times(stage, config, T, T, machine).values()) if known else None, least))
+    return found
+
+
+def knee(config, weight_bytes: dict[str, int], machine: Machine, threads: int = 1, most: int = 4096) -> int | None:
+    """The fewest tokens in one pass at which arithmetic, not memory, sets the bound; None up to `most`."""
+    for T in range(1, most + 1):
+        w = total(work(config, T, T, weight_bytes))
+        if w.intensity >= ridge(machine, w.bytes, threads):
+            return T
+    return None

@@ -1,0 +1,106 @@
+"""`lesson run`: one stage on one prompt, its text as it comes, then what it cost."""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from common import gate, harness, machine, records, reference, roofline
+from common.job import Job
+from common.stage import source_path
+
+
+class WrongError(Exception):
+    """A stage whose answers are not the oracle's; no time of it is shown."""
+
+    exit_code = 5
+
+
+def run(
+    name: str, job: Job, budget_s: float | None, save_logits: str | None, quiet: bool, save: str | None = None
+) -> dict:
+    """Run, check and record one stage. quiet: nothing on stdout. Raises WrongError, RunError and StageError."""
+    source_path(name)
+    folder = records.writable(records.folder(save))
+    here = machine.measure(walks=roofline.walks([name], job.gguf.config))
+    expected = roofline.expectation(name, job, here)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows_file = str(Path(scratch) / "rows.npy")
+        request = job.request(name, budget_s=budget_s, rows_file=rows_file, logits_file=save_logits)
+        with Stream(job, expected, quiet) as stream:
+            sample = harness.run(request, stream.token)
+        agreed = check(name, job, sample, rows_file)
+    record = records.run_record(job, name, [sample], agreed, expected, here)
+    records.save(record, folder / here.slug / "run" / records.file_name([record]))
+    return record
+
+
+def check(name: str, job: Job, sample: harness.Sample, rows_file: str) -> gate.Agreement:
+    """Hold the rows a stage chose its ids from against the oracle's. Raises WrongError that says where they part."""
+    import numpy as np
+
+    rows, ids = np.load(rows_file), sample.output_ids
+    want = reference.logits(job.gguf, job.ids + ids[:-1], rows=len(ids))
+    agreed = gate.agreement(rows, ids, want, gate.tolerance(name))
+    if not agreed.passed:
+        where = harness.diagnose(job.request(name, ids=job.ids + ids[:-1]))
+        raise WrongError(
+            f"{name} is wrong, so no time is shown: logits NMSE {agreed.nmse:.1e}, allowed {gate.tolerance(name):.0e}; "
+            f"it first parts from the reference at {where}"
+        )
+    return agreed
+
+
+class Stream:
+    """Text as it comes on stdout, and on a terminal's stderr what is left to wait."""
+
+    def __init__(self, job: Job, expected: dict, quiet: bool):
+        self.job, self.quiet, self.times = job, quiet, []
+        self.decoder = job.tokenizer.stream(job.ids) if job.tokenizer and not job.made_up else None
+        self.expected_ms = expected["ttft_ms"]
+        self.live = (
+            Live(self, console=Console(stderr=True), transient=True, refresh_per_second=8) if terminal() else None
+        )
+        self.started = time.monotonic()
+
+    def __enter__(self):
+        if self.decoder and not self.quiet:
+            write(self.job.decode(self.job.ids))
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, kind, *rest):
+        if self.live:
+            self.live.stop()
+        if self.decoder and not self.quiet:
+            write(self.decoder.flush() + "\n")
+
+    def token(self, token: int, ms: float) -> None:
+        self.times.append(ms)
+        if self.decoder and not self.quiet:
+            write(self.decoder.push(token))
+
+    def __rich__(self) -> Text:
+        spent = time.monotonic() - self.started
+        if not self.times:
+            expected = f", about {self.expected_ms / 1e3:.0f} s expected after loading" if self.expected_ms else ""
+            return Text(f"loading and first token: {spent:.0f} s{expected}")
+        left = (self.job.n - len(self.times)) * fmean(self.times[-3:]) / 1e3
+        return Text(f"token {len(self.times)} of {self.job.n}, about {left:.0f} s left")
+
+
+def terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def write(text: str) -> None:
+    """Model text, to stdout as it is: never markup, and no character the terminal can't show ends the run."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

@@ -1,0 +1,195 @@
+"""How results look in a terminal: 80 columns, readable without colour."""
+
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from common import diff
+from common.stage import source_path
+
+WIDTH = 80
+TINT = {"-": "on #3a1f1f", "+": "on #1f3a25"}  # behind a line that goes, that comes
+STYLES = {"faster": "green", "slower": "red", "no measurable change": "yellow", "too few runs": "yellow"}
+
+
+class Page(Console):
+    """A console that leaves a broken pipe to the command line, which knows what to do."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    """stdout: 80 columns where it is a pipe, the terminal's own width otherwise; markup in text means nothing."""
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", WIDTH))
+    return Page(width=width, markup=False, highlight=False, emoji=False)
+
+
+def heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def dim(text: str) -> Text:
+    return Text(text, style="dim")
+
+
+def paragraph(label: str, text: str) -> Table:
+    """A labelled part of a docstring, its text hanging beside the label."""
+    laid = Table.grid(padding=(0, 1))
+    laid.add_column(width=6, style="dim")
+    laid.add_column()
+    laid.add_row(label, Text(text))
+    return laid
+
+
+def quote(text: str) -> Text:
+    """What the model wrote."""
+    return Text.assemble(("text: ", "dim"), " ".join(text.split("\n")))
+
+
+def spread(summary: dict) -> str:
+    """± one sample standard deviation, in percent of the median."""
+    return f"±{100 * summary['stdev'] / summary['median']:.1f} %" if summary["stdev"] is not None else "–"
+
+
+def verdict(pair: dict) -> Text:
+    """'tiling is faster than naive on TTFT: 1.75×, expected 1.83× (6 pairs; 3 % would have been seen)'."""
+    metric = {"ttft_ms": "TTFT", "ms_per_token": "ms/token"}[pair["metric"]]
+    word = pair["verdict"]
+    claim = (
+        f"{pair['b']} is {word} than {pair['a']}"
+        if word in ("faster", "slower")
+        else f"{pair['a']}, {pair['b']}: {word}"
+    )
+    seen = "" if pair["smallest"] is None else f"; {100 * pair['smallest']:.0f} % or more would have been seen"
+    return Text.assemble(
+        (claim, STYLES[word]),
+        f" on {metric}: {times(pair['ratio'])}, expected {times(pair['expected_ratio'])} ({pair['pairs']} pairs{seen})",
+    )
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Three significant digits: 1,712 · 98.3 · 0.482; '–' for None."""
+    if value is None or value != value:
+        return "–"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}{unit}"
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None or value != value else f"{number(value)}×"
+
+
+def table(*columns: str) -> Table:
+    """A table without boxes: the first column of words, the others of numbers."""
+    made = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    return made
+
+
+def code_diff(change: diff.Change) -> list:
+    """One changed definition: its name, then its lines with - and + at the edge."""
+    word = "new" if not change.old else "gone" if not change.new else "changed"
+    shown = [Text.assemble((f"{change.name}", "bold"), (f"  {word}", "dim"))]
+    for line in change.unified():
+        mark, code = line[0], line[1:]
+        row = Text.assemble((mark + " ", {"-": "red", "+": "green"}.get(mark, "")), highlight(code))
+        row.stylize(TINT.get(mark, ""))
+        shown.append(row)
+    return shown
+
+
+def highlight(code: str) -> Text:
+    """Python in colour, its spaces kept."""
+    text = Syntax("", "python", theme="ansi_dark").highlight(code)
+    text.rstrip()
+    text.no_wrap, text.overflow = False, "fold"
+    return text
+
+
+def stage_diff(a: str, b: str, side_by_side: bool) -> list:
+    """Every definition that differs, one under the other or in two columns."""
+    old, new = source_path(a), source_path(b)
+    shown = []
+    for change in diff.changes(old, new):
+        shown += [*(two_columns(old, new, change) if side_by_side else code_diff(change)), ""]
+    return shown or [f"{a} and {b} are the same code"]
+
+
+def two_columns(old: Path, new: Path, change: diff.Change) -> list:
+    """One changed definition in two columns, aligned line by line."""
+    a, b = (d.text.splitlines() if d else [] for d in (change.old, change.new))
+    columns = Table(box=None, padding=(0, 1), pad_edge=False, expand=True)
+    for path in (old, new):
+        columns.add_column(f"{path.stem}: {change.name}", ratio=1, overflow="fold")
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        for k in range(max(i2 - i1, j2 - j1)):
+            left = highlight(a[i1 + k]) if i1 + k < i2 else Text()
+            right = highlight(b[j1 + k]) if j1 + k < j2 else Text()
+            if tag != "equal":
+                left.stylize(TINT["-"])
+                right.stylize(TINT["+"])
+            columns.add_row(left, right)
+    return [columns]
+
+
+def module(path: Path) -> list:
+    """A stage's whole file, in colour."""
+    return [highlight(path.read_text())]
+
+
+def run_result(record: dict) -> list:
+    """What a run cost, under its text."""
+    rows = table("", "ms", "expected", "bound", "× bound")
+    expect = record["expect"]
+    ttft = record["ttft_ms"]["median"]
+    rows.add_row(
+        f"time to first token ({len(record['prompt_ids'])} tokens)",
+        number(ttft),
+        number(expect["ttft_ms"]),
+        number(expect["bound_ttft_ms"]),
+        times(ttft / expect["bound_ttft_ms"]),
+    )
+    if record["ms_per_token"]:
+        token = record["ms_per_token"]["median"]
+        rows.add_row(
+            f"a token after it (mean of {record['tokens_timed'] - 1})",
+            number(token),
+            number(expect["ms_per_token"]),
+            number(expect["bound_ms_per_token"]),
+            times(token / expect["bound_ms_per_token"]),
+        )
+    return [rows, costs([record]), Text(footer(record), style="dim")]
+
+
+def costs(records: list[dict]) -> Table:
+    """What lies outside the clock: loading, compiling, memory, page faults."""
+    rows = table("outside the clock", "load s", "compile s", "peak MB", "minor faults", "major")
+    for r in records:
+        rows.add_row(
+            r["stage"],
+            number(r["load_ms"] / 1e3),
+            number(r["jit_ms"] / 1e3),
+            f"{r['peak_rss_mb']:,.0f}",
+            f"{r['page_faults']['minor']:,}",
+            f"{r['page_faults']['major']:,}",
+        )
+    return rows
+
+
+def footer(record: dict) -> str:
+    """The machine line: where, on what, and which version of the course."""
+    model, machine, commit = record["model"], record["machine"], record["commit"]
+    layers = (
+        "" if model["layers"] == model["file_layers"] else f", first {model['layers']} of {model['file_layers']} layers"
+    )
+    version = f", commit {commit['sha'][:9]}{' + changes' if commit['dirty'] else ''}" if commit else ""
+    threads = f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
+    return f"{machine['name']}, {threads} · {model['name']} {model['quant']}{layers} · {record['shape']}{version}"

@@ -1,0 +1,105 @@
+"""What a stage is, and how one is found: by name, or by the path of the reader's own file."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+FOLDER = Path(__file__).parent.parent / "stages"
+OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "softmax", "argmax")
+
+# The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
+LADDER = ("naive", "tiling")
+
+
+class Model(NamedTuple):
+    """What a stage's load returns and its other functions compute with."""
+
+    config: Any  # common.model.Config
+    weights: Any  # common.model.Weights, of whatever the stage turned each tensor into
+    cache: Any = None  # what is kept between tokens, from the stage that keeps something on
+
+
+class Stage(Protocol):
+    """A module that runs the whole job. T new tokens, S seen, D model width, V vocabulary."""
+
+    PREVIOUS: str | None
+    CHANGES: tuple[str, ...]
+
+    def load(self, gguf, context: int, threads: int) -> Any:
+        """Turn an open model file into what this stage computes with, for up to `context` tokens."""
+
+    def forward(self, model, ids: list[int], start: int) -> np.ndarray:
+        """Hidden states (T, D) of ids, which stand at positions start, start + 1, …"""
+
+    def logits(self, model, hidden: np.ndarray) -> np.ndarray:
+        """(T, D) -> (T, V)"""
+
+    def generate(
+        self, model, ids: list[int], n: int, choose: Callable[[np.ndarray], int] = ...
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield n times (the new id, the logits row it was chosen from)."""
+
+
+class StageError(Exception):
+    """A stage that can't be had: unknown, broken, or without its backend. exit_code says which."""
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def source_path(name: str) -> Path:
+    """The file of a stage. Raises StageError for an unknown name, with the nearest known one."""
+    path = Path(name)
+    if name.endswith(".py"):
+        if not path.is_file():
+            raise StageError(f"no file {name}: give a stage's name (see `lesson list`) or the path of a .py file")
+        return path.resolve()
+    if name not in LADDER:
+        near = get_close_matches(name, LADDER, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known stages: {', '.join(LADDER)}"
+        raise StageError(f"unknown stage {name!r}: {hint}")
+    return FOLDER / f"{name}.py"
+
+
+def load_stage(name: str) -> Stage:
+    """Import a stage. Raises StageError if it is unknown, its file has an error, or its protocol is incomplete."""
+    path = source_path(name)
+    try:
+        if path.parent == FOLDER:
+            module = importlib.import_module(f"stages.{path.stem}")
+        else:
+            module = import_file(path)
+    except Exception as error:  # the reader's own file may raise anything
+        raise StageError(f"{path.name}: {where(error, path)}{type(error).__name__}: {error}", exit_code=1) from error
+    missing = [n for n in ("load", "forward", "logits", "generate", *OPS) if not hasattr(module, n)]
+    if missing:
+        raise StageError(f"{path.name} lacks {', '.join(missing)}: start from a copy of stages/naive.py", exit_code=1)
+    return module
+
+
+def import_file(path: Path):
+    spec = importlib.util.spec_from_file_location(f"reader_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def where(error: Exception, path: Path) -> str:
+    """'line 12: ' where the error arose in the file itself, else ''."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: "
+    lines = []
+    trace = error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f"line {lines[-1]}: " if lines else ""
