@@ -1,0 +1,206 @@
+"""CUDA source as data: compiled by CuPy at its first launch, or by NVRTC alone where there is no GPU.
+
+A stage holds its source string, its options and the architectures that the source is written for. `Program` compiles
+them lazily, so that importing a stage needs neither CuPy nor a GPU; `compile` is the check that needs no driver.
+"""
+
+import functools
+import importlib.util
+import re
+from typing import NamedTuple
+
+
+class CUDAError(RuntimeError):
+    """A kernel that cannot be compiled, or that this GPU cannot run."""
+
+
+class Resources(NamedTuple):
+    """What ptxas gave one kernel: registers a thread; bytes of stack, of spills, and of static shared memory."""
+
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+
+
+class Program:
+    """Every kernel of one source, compiled for the GPU in use when one is first launched."""
+
+    def __init__(self, source: str, options: tuple = (), archs: tuple = ()):
+        self.source, self.options, self.archs = source, options, archs
+
+    def launch(self, name: str, blocks: int, threads, args: tuple, shared: int = 0) -> None:
+        """Run kernel `name` on `blocks` blocks; `shared` is dynamic shared memory in bytes. Raises CUDAError."""
+        kernel = _kernel(self.source, self.options, self.archs, name, shared, _device())
+        kernel((blocks,), threads if isinstance(threads, tuple) else (threads,), args, shared_mem=shared)
+
+    def kernel(self, name: str, shared: int = 0):
+        """The compiled cupy.RawKernel, whose `num_regs` and `local_size_bytes` can be read."""
+        return _kernel(self.source, self.options, self.archs, name, shared, _device())
+
+
+def _device() -> int:
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()
+
+
+@functools.cache
+def capability(device: int) -> int:
+    """Compute capability as ptxas writes it: 90 for a Hopper GPU."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+@functools.cache
+def processors(device: int = 0) -> int:
+    """How many streaming multiprocessors the GPU has."""
+    import cupy
+
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+
+
+def arch_option(archs: tuple, gpu: int) -> tuple:
+    """The -arch option for a GPU of capability `gpu`: its own `a` target where the source asks for one, else none.
+
+    Raises CUDAError where the source was written for other GPUs.
+    """
+    if f"sm_{gpu}a" in archs:
+        return (f"-arch=sm_{gpu}a",)
+    if not any(gpu >= int(arch[3:]) for arch in archs if not arch.endswith("a")):
+        raise CUDAError(f"this kernel needs a GPU of {' or '.join(archs)}, and this one is sm_{gpu}")
+    return ()
+
+
+@functools.cache
+def _module(source: str, options: tuple, archs: tuple, device: int):
+    import cupy
+
+    return cupy.RawModule(code=source, options=(*options, *arch_option(archs, capability(device))))
+
+
+@functools.cache
+def _kernel(source: str, options: tuple, archs: tuple, name: str, shared: int, device: int):
+    kernel = _module(source, options, archs, device).get_function(name)
+    if shared > 48 * 1024:  # above the default limit a launch must have been allowed to ask for more
+        kernel.max_dynamic_shared_size_bytes = shared
+    return kernel
+
+
+def includes() -> list[str]:
+    """The folders of CUDA headers that the nvidia wheels installed."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [f"{folder}/cu13/include" for folder in spec.submodule_search_locations] if spec else []
+    return [f"-I{root}{sub}" for root in roots for sub in ("", "/cccl")]
+
+
+def compile(source: str, options: tuple = (), arch: str = "sm_90") -> tuple[bytes, dict[str, Resources]]:
+    """Compile without a driver: the cubin, and each kernel's resources. Raises CUDAError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    def done(error, *values):
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CUDAError(f"NVRTC: {error.name}")
+        return values[0] if len(values) == 1 else values
+
+    program = done(*nvrtc.nvrtcCreateProgram(source.encode(), b"stage.cu", 0, [], []))
+    flags = [*options, f"-arch={arch}", "--ptxas-options=-v", *includes()]
+    error = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])[0]
+    log = b" " * done(*nvrtc.nvrtcGetProgramLogSize(program))
+    done(*nvrtc.nvrtcGetProgramLog(program, log))
+    log = log.decode(errors="replace").strip("\0 \n")
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CUDAError(f"{arch}: {log}")
+    cubin = b" " * done(*nvrtc.nvrtcGetCUBINSize(program))
+    done(*nvrtc.nvrtcGetCUBIN(program, cubin))
+    done(*nvrtc.nvrtcDestroyProgram(program))
+    return cubin, _resources(log)
+
+
+def _resources(log: str) -> dict[str, Resources]:
+    found = {}
+    for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):
+
+        def number(pattern, report=report):
+            match = re.search(pattern, report)
+            return int(match[1]) if match else 0
+
+        found[name] = Resources(
+            number(r"Used (\d+) registers"),
+            number(r"(\d+) bytes stack frame"),
+            number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            number(r"(\d+) bytes smem"),
+        )
+    return found
+
+
+def operands(x, w, dtype: str, multiple: int = 1):
+    """x (M, K) and w (K, N) as a kernel may read them, an empty out (M, N), and M, N, K as 32-bit integers.
+
+    Rows of x, w and out are padded to a multiple of `multiple` elements where they are not (a copy), so that
+    every row starts on a vector's boundary; pass out to `trim` at the end. N comes back padded, K as it was.
+    Raises ValueError where the shapes do not agree, a dimension is 0 or reaches 2^31, or a dtype is another.
+    """
+    import cupy
+    import numpy
+
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise ValueError(f"matmul needs (M, K) and (K, N), and was given {x.shape} and {w.shape}")
+    if x.dtype != dtype or w.dtype != dtype:
+        raise ValueError(f"matmul needs two arrays of {dtype}, and was given {x.dtype} and {w.dtype}")
+    (m, k), n = x.shape, -(-w.shape[1] // multiple) * multiple
+    if min(m, n, k) < 1 or max(m, n, k) >= 2**31:
+        raise ValueError(f"matmul needs M, N and K of 1 to 2^31 - 1, and was given {m}, {w.shape[1]} and {k}")
+    x, w = _padded(x, multiple), _padded(w, multiple)
+    return x, w, cupy.empty((m, n), dtype), *(numpy.int32(size) for size in (m, n, k))
+
+
+def _padded(a, multiple: int):
+    import cupy
+
+    width = -(-a.shape[1] // multiple) * multiple
+    if width == a.shape[1] and a.flags.c_contiguous and a.data.ptr % (multiple * a.itemsize) == 0:
+        return a
+    out = cupy.zeros((a.shape[0], width), a.dtype)
+    out[:, : a.shape[1]] = a
+    return out
+
+
+def trim(out, n: int):
+    """out without the columns that `operands` padded it by."""
+    return out if out.shape[1] == n else out[:, :n].copy()
+
+
+def tensor_map(a, box: tuple[int, int], columns: int):
+    """The 128-byte description of a 2D FP16 array that the copy engine (TMA) wants, as a kernel argument by value.
+
+    `box` is (rows, columns) of one copy, stored with the 128-byte swizzle, so box columns are 64; `columns` is how
+    many columns of `a` hold data. Elements outside come back as zeros. Source: CUDA driver API,
+    cuTensorMapEncodeTiled.
+    """
+    import ctypes
+
+    import numpy
+
+    place = numpy.zeros(192, numpy.uint8)  # the driver wants 64-byte alignment, which numpy does not promise
+    place = place[-place.ctypes.data % 64 :][:128]
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    float16, no_interleave, swizzle_128, promote_256, zeros = 6, 0, 3, 3, 0
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place.ctypes.data),
+        float16,
+        2,
+        ctypes.c_void_p(a.data.ptr),
+        (u64 * 2)(columns, a.shape[0]),
+        (u64 * 1)(a.shape[1] * a.itemsize),
+        (u32 * 2)(box[1], box[0]),
+        (u32 * 2)(1, 1),
+        no_interleave,
+        swizzle_128,
+        promote_256,
+        zeros,
+    )
+    if error:
+        raise CUDAError(f"cuTensorMapEncodeTiled answered {error} for an array of {a.shape}")
+    return place.view("V128")  # one element of 128 bytes, which CuPy passes by value
