@@ -97,6 +97,7 @@ def run(
     save_logits: Annotated[
         str | None, typer.Option(metavar="FILE.npy", help="Logits of every prompt position.")
     ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Evict the file first; count page faults.")] = False,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
@@ -105,7 +106,11 @@ def run(
     from common import show
 
     job = prepared(model, layers, prompt, ids, shape, n, context, threads)
-    out(as_json, running.run(one(stage, stage_option), job, budget, save_logits, as_json, save), show.run_result)
+    if cold:
+        from common import cold as freezing
+
+        return out(as_json, freezing.cold(one(stage, stage_option), job, save), freezing.render)
+    return out(as_json, running.run(one(stage, stage_option), job, budget, save_logits, as_json, save), show.run_result)
 
 
 @app.command()
@@ -177,7 +182,70 @@ def read(stage: StageName = None, stage_option: StageOption = None) -> None:
     if sys.stdout.isatty():
         paint(show.module(path))
     else:
-        print(path.read_text(), end="")
+        print(path.read_text("utf-8"), end="")
+
+
+@app.command()
+def quality(
+    stages: Annotated[list[str], typer.Argument(metavar="STAGE …", help="Stages, all on the same text.")],
+    model: Model = None,
+    text: Annotated[str | None, typer.Option("--text", metavar="FILE", help="A UTF-8 text of your own.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the text (default 2048).")] = None,
+    threads: Threads = 1,
+    budget: Annotated[float, typer.Option("--budget", min=1, help="Seconds a stage.")] = 120.0,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Perplexity, KL divergence from the reference and same top token, on a text."""
+    from common import quality as scoring
+
+    job = prepared(model, threads=threads)
+    out(as_json, scoring.quality(stages, job, text, tokens, budget, save), scoring.render)
+
+
+@app.command()
+def profile(
+    stage: StageName = None,
+    stage_option: StageOption = None,
+    model: Model = None,
+    layers: Layers = None,
+    prompt: Prompt = None,
+    ids: Ids = None,
+    shape: Shape = None,
+    n: New = None,
+    context: Context = None,
+    threads: Threads = 1,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Where a stage's time goes, op by op, and what keeps it from the bound."""
+    from common import profile as profiling
+
+    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+    out(as_json, profiling.profile(one(stage, stage_option), job, save), profiling.render)
+
+
+@app.command()
+def explain(
+    stage: Annotated[str, typer.Argument(metavar="STAGE")],
+    op: Annotated[str, typer.Argument(metavar="OP")],
+    asm: Annotated[bool, typer.Option("--asm", help="The hottest loop's instructions.")] = False,
+    stress: Annotated[
+        str | None, typer.Option("--stress", metavar="compute|bytes|both", help="Double one resource, hold the other.")
+    ] = None,
+    model: Model = None,
+    layers: Layers = None,
+    prompt: Prompt = None,
+    ids: Ids = None,
+    shape: Shape = None,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """What the compiler made of an op, or which limit it runs into."""
+    from common import explain as explaining
+
+    job = prepared(model, layers, prompt, ids, shape)
+    out(as_json, explaining.explain(stage, op, job, stress, save), lambda found: explaining.render(found, asm))
 
 
 @app.command()

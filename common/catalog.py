@@ -18,7 +18,7 @@ def entry(name: str) -> dict:
         "changes": list(diff.constant(path, "CHANGES") or ()),
         "title": told[""],
         "idea": told.get("Idea", ""),
-        "lines": len(path.read_text().splitlines()),
+        "lines": len(path.read_text("utf-8").splitlines()),
     }
 
 

@@ -25,22 +25,22 @@ class ChapterError(Exception):
 def files() -> list[Path]:
     """README and every chapter that has such parts."""
     found = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
-    return [path for path in found if PART.search(path.read_text())]
+    return [path for path in found if PART.search(path.read_text("utf-8"))]
 
 
 def refresh() -> list[Path]:
     """Rewrite the parts of every file. -> the files that changed. Raises ChapterError."""
     changed = []
     for path in files():
-        old = path.read_text()
+        old = path.read_text("utf-8")
         new = filled(old, path)
         if new != old:
-            path.write_text(new)
+            path.write_text(new, "utf-8")
             changed.append(path)
     for path, text in {**diffs(), **pictures.drawn()}.items():
-        if not path.exists() or path.read_text() != text:
+        if not path.exists() or path.read_text("utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, "utf-8")
             changed.append(path)
     return changed
 
@@ -62,7 +62,8 @@ def filled(text: str, path: Path) -> str:
 
 def code(path: Path, name: str) -> str:
     """A definition of the module beside the chapter."""
-    return f"```python\n{diff.definitions(path.with_suffix('.py').read_text())[name].text}\n```"
+    found = diff.definitions(path.with_suffix(".py").read_text("utf-8"))
+    return f"```python\n{found[name].text}\n```"
 
 
 def step(path: Path, *names: str) -> str:
@@ -75,7 +76,7 @@ def step(path: Path, *names: str) -> str:
 
 def compared(path: Path, record: str) -> str:
     """A comparison's table; record is a file under reports/."""
-    document = json.loads((REPORTS / record).read_text())
+    document = json.loads((REPORTS / record).read_text("utf-8"))
     rows = [
         "| | TTFT ms | × | expected × | ms/token | × | expected × | × bound | verdict |",
         "|---|" + "---:|" * 7 + "---|",
@@ -100,11 +101,11 @@ def compared(path: Path, record: str) -> str:
 
 def costs(path: Path, record: str) -> str:
     """What a comparison's stages cost outside the clock."""
-    document = json.loads((REPORTS / record).read_text())
+    document = json.loads((REPORTS / record).read_text("utf-8"))
     rows = ["| | load s | compile s | peak MB | minor faults | major faults | lines |", "|---|" + "---:|" * 6]
     for r in document["stages"]:
         faults = r["page_faults"]
-        lines = len(source_path(r["stage"]).read_text().splitlines())
+        lines = len(source_path(r["stage"]).read_text("utf-8").splitlines())
         cells = [
             r["stage"],
             show.number(r["load_ms"] / 1e3),
@@ -121,7 +122,7 @@ def runs(document: dict) -> int:
 
 def ladder(path: Path, *records: str) -> str:
     """Every stage with its idea, and what it took in each of these comparisons."""
-    documents = [json.loads((REPORTS / record).read_text()) for record in records]
+    documents = [json.loads((REPORTS / record).read_text("utf-8")) for record in records]
     titles = [f"{d['stages'][0]['model']['name']}, {d['stages'][0]['shape']}" for d in documents]
     head = ["stage", "the one idea", *(f"{t}: {m}" for t in titles for m in ("TTFT ms", "ms/token"))]
     rows = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
@@ -148,7 +149,7 @@ def diffs() -> dict[Path, str]:
         told = diff.docstring(source_path(stage))
         page = [f"# {previous} → {stage}", "", told[""], "", told["Change"], ""]
         for record in sorted(REPORTS.glob("*/compare/*.json")):
-            document = json.loads(record.read_text())
+            document = json.loads(record.read_text("utf-8"))
             if {previous, stage} <= {r["stage"] for r in document["stages"]}:
                 page += [compared(FOLDER, str(record.relative_to(REPORTS))), ""]
         for change in diff.changes(source_path(previous), source_path(stage)):

@@ -104,7 +104,7 @@ def cuda_functions(text: str) -> dict[str, tuple[str, int]]:
 
 def changes(old: Path, new: Path) -> list[Change]:
     """The definitions that differ between two stages, in the new one's order, removed ones last."""
-    a, b = (definitions(path.read_text()) for path in (old, new))
+    a, b = (definitions(path.read_text("utf-8")) for path in (old, new))
     changed = [Change(name, a.get(name), d) for name, d in b.items() if name not in a or a[name].text != d.text]
     return changed + [Change(name, d, None) for name, d in a.items() if name not in b]
 
@@ -115,7 +115,7 @@ def undeclared(old: Path, new: Path, declared: tuple[str, ...]) -> list[str]:
     A definition that only one side has needs no declaring where every user of it is declared.
     """
     found = changes(old, new)
-    everything = [d for path in (old, new) for d in definitions(path.read_text()).values()]
+    everything = [d for path in (old, new) for d in definitions(path.read_text("utf-8")).values()]
 
     def implied(change: Change) -> bool:
         if change.old and change.new:
@@ -129,7 +129,7 @@ def undeclared(old: Path, new: Path, declared: tuple[str, ...]) -> list[str]:
 
 def docstring(path: Path) -> dict[str, str]:
     """The parts of a stage's docstring: '' (its first line), Idea, Was, Change, Expect, each unwrapped to one line."""
-    lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    lines = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()
     parts: dict[str, list[str]] = {"": []}
     at = ""
     for line in lines:
@@ -142,7 +142,7 @@ def docstring(path: Path) -> dict[str, str]:
 
 def constant(path: Path, name: str):
     """The literal value of a module constant (PREVIOUS, CHANGES, TILE, …), read and not run; None where it has none."""
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     return None

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import reference
+from common.quants import unpack_blocks
 
 # The largest NMSE of logits that a stage may show. Float stages differ from the oracle by rounding alone.
 TOLERANCE = {"float": 1e-8}
@@ -146,7 +147,11 @@ def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * 
     return np.einsum("hts,shd->thd", reference.softmax(scores), v).reshape(T, H * hd)
 
 
-def matmul(x, w):  # (T, K), (K, N) -> (T, N)
+def matmul(x, w):  # (T, K), (K, N) or blocks of (N, K) -> (T, N)
+    if not isinstance(w, np.ndarray):
+        rows = np.empty((w.N, w.K), np.float32)
+        unpack_blocks(w.kind, w.raw, w.size, rows.reshape(-1), w.length)
+        w = rows.T
     return x.astype(np.float64) @ w.astype(np.float64)
 
 

@@ -143,9 +143,7 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
     # The last new id is chosen at the last position and needs no room of its own.
     n = min(request.n, context - len(request.ids) + 1)
     stop_reason = "length" if n == request.n else "context"
-    if warm_s * gguf.config.L * (len(request.ids) + n) / WARM_IDS < SHORT_S:
-        for _ in stage.generate(model, request.ids, n):
-            pass
+    warm_up(stage, model, request, n, warm_s * gguf.config.L)
 
     ids, rows, times_ms = [], [], []
     tokens = stage.generate(model, request.ids, n)
@@ -194,6 +192,20 @@ def compile_all(stage, request: Request) -> tuple[float, float]:
     return (spent[0] - spent[1]) * 1e3, finished - loaded
 
 
+def warm_up(stage, model, request: Request, n: int, guess_s: float) -> None:
+    """Run two ids, then the timed shape itself, as long as the run promises to be short.
+
+    guess_s: seconds for two ids by the first layer alone, too high since it counts the logits once a layer.
+    """
+    for ids, new, short_s in ((request.ids[:WARM_IDS], min(2, n), 10 * SHORT_S), (request.ids, n, SHORT_S)):
+        if guess_s * (len(request.ids) + n) / WARM_IDS > short_s:
+            return
+        started = time.perf_counter()
+        for _ in stage.generate(model, ids, new):
+            pass
+        guess_s = time.perf_counter() - started
+
+
 def faults() -> dict:
     """Page faults of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -229,6 +241,18 @@ def serve() -> None:
             from common.quality import score_windows
 
             say({"scores": score_windows(request, message["windows"], message["wanted"], tell)})
+        elif message["do"] == "profile":
+            from common.profile import profile_run
+
+            say({"profile": profile_run(request)})
+        elif message["do"] == "explain":
+            from common.explain import explain_run
+
+            say({"explain": explain_run(request, message["op"], message["stress"])})
+        elif message["do"] == "cold":
+            from common.cold import cold_run
+
+            say({"cold": cold_run(request)})
         else:
             say({"sample": asdict(measure(request, tell))})
     except Exception as error:  # a reader's stage may raise anything

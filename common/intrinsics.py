@@ -1,13 +1,18 @@
 """SIMD values in numba: sixteen numbers side by side in vector registers, as ordinary locals of a jitted function.
 
 A `Lanes` value is one LLVM vector, which LLVM keeps in registers as wide as the CPU's: sixteen floats take one of 512
-bits, two of 256 or four of 128. So one source serves every CPU. `+ - * & | << >>` work lane by lane; a plain number
-stands for sixteen of it. Each lane rounds as the scalar operation does, save in `multiply_add`.
+bits, two of 256 or four of 128. So one source serves every CPU. `+ - * & | ^ << >>` work lane by lane; a plain number
+stands for as many of it. Each lane rounds as the scalar operation does, save in `multiply_add`.
+
+A value may hold more than sixteen numbers: LLVM then keeps it in several registers. That is how a kernel says how many
+registers its sums take, and how one text serves a block of one row and a block of sixteen rows interleaved.
 """
 
 import operator
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import config
 from numba.core import cgutils, types
 from numba.core.datamodel import PrimitiveModel
 from numba.core.typing.templates import AbstractTemplate, infer_global
@@ -18,11 +23,11 @@ LANES = 16  # floats in a 64-byte cache line, bytes in a 128-bit register
 
 
 class Lanes(types.Type):
-    """Sixteen values of one numba number type."""
+    """Sixteen values, or another count, of one numba number type."""
 
-    def __init__(self, element):
-        self.element = element
-        super().__init__(f"{LANES} lanes of {element}")
+    def __init__(self, element, count=LANES):
+        self.element, self.count = element, count
+        super().__init__(f"{count} lanes of {element}")
 
 
 BYTES, FLOATS = Lanes(types.uint8), Lanes(types.float32)
@@ -31,17 +36,19 @@ BYTES, FLOATS = Lanes(types.uint8), Lanes(types.float32)
 @register_model(Lanes)
 class LanesModel(PrimitiveModel):
     def __init__(self, models, lanes):
-        super().__init__(models, lanes, ir.VectorType(models.lookup(lanes.element).get_value_type(), LANES))
+        super().__init__(models, lanes, ir.VectorType(models.lookup(lanes.element).get_value_type(), lanes.count))
 
 
 def spread(context, builder, value, kind, lanes):
-    """A number into all lanes; lanes as they are."""
+    """A number into all lanes; fewer lanes over and over; lanes as they are."""
     if kind == lanes:
         return value
+    if isinstance(kind, Lanes):
+        return join(builder, [value] * (lanes.count // kind.count))
     vector, index = context.get_value_type(lanes), ir.IntType(32)
     number = context.cast(builder, value, types.unliteral(kind), lanes.element)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, index(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(index, LANES), [0] * LANES))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(index, lanes.count), [0] * lanes.count))
 
 
 def lane_operator(symbol, instruction):
@@ -65,6 +72,7 @@ for symbol, instruction in [
     (operator.sub, "fsub"),
     (operator.and_, "and_"),
     (operator.or_, "or_"),
+    (operator.xor, "xor"),
     (operator.lshift, "shl"),
     (operator.rshift, "lshr"),
 ]:
@@ -103,28 +111,389 @@ def store_lanes(typing, array, index, values):
     return types.void(array, index, values), code
 
 
+def call(builder, name, result, *args):
+    """One of LLVM's own functions, by name."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def take(builder, values, lanes):
+    """The lanes of these indices, in this order."""
+    return builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes)))
+
+
+def join(builder, parts):
+    """Equal parts one after another; their number is a power of two."""
+    while len(parts) > 1:
+        index = ir.Constant(
+            ir.VectorType(ir.IntType(32), 2 * parts[0].type.count), list(range(2 * parts[0].type.count))
+        )
+        parts = [builder.shuffle_vector(a, b, index) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def fold(builder, values, combine):
+    """One number of all lanes: the halves combined, then the halves of that."""
+    while values.type.count > 1:
+        half = values.type.count // 2
+        values = combine(take(builder, values, range(half)), take(builder, values, range(half, 2 * half)))
+    return builder.extract_element(values, ir.IntType(32)(0))
+
+
 @intrinsic
 def multiply_add(typing, a, b, c):
     """a * b + c: one instruction and one rounding where the CPU has that, two of each where not."""
+    lanes = c if isinstance(c, Lanes) else FLOATS
 
     def code(context, builder, signature, args):
-        values = [spread(context, builder, v, kind, FLOATS) for v, kind in zip(args, signature.args, strict=True)]
-        kind = ir.FunctionType(values[2].type, [values[2].type] * 3)
-        name = f"llvm.fmuladd.v{LANES}f32"
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+        values = [spread(context, builder, v, kind, lanes) for v, kind in zip(args, signature.args, strict=True)]
+        return call(builder, f"llvm.fmuladd.v{lanes.count}f32", values[2].type, *values)
 
-    return FLOATS(a, b, FLOATS), code
+    return lanes(a, b, lanes), code
 
 
 @intrinsic
 def total(typing, values):
-    """The sum of all sixteen lanes, as pairs, then pairs of pairs."""
+    """The sum of all lanes, as pairs, then pairs of pairs."""
 
     def code(context, builder, signature, args):
-        (values,), index = args, ir.IntType(32)
-        for width in (8, 4, 2, 1):
-            halves = [ir.Constant(ir.VectorType(index, width), list(range(at, at + width))) for at in (0, width)]
-            values = builder.fadd(*(builder.shuffle_vector(values, values, half) for half in halves))
-        return builder.extract_element(values, index(0))
+        return fold(builder, args[0], builder.fadd)
 
     return types.float32(values), code
+
+
+# Eight-bit integers. A quad, four neighbours of a row, is multiplied and summed into one lane of 32 bits.
+
+QUAD = 4
+ROWS = LANES  # rows interleaved in a packed matrix: one vector serves them all
+INT8, INT16, INT32, FLOAT, HALF = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.HalfType()
+
+
+def cpu_features() -> set[str]:
+    """What numba compiles for: this CPU's instruction sets, or those that NUMBA_CPU_FEATURES names instead."""
+    named = config.CPU_FEATURES
+    if named is None:
+        return {name for name, has in get_host_cpu_features().items() if has}
+    return {feature[1:] for feature in named.split(",") if feature.startswith("+")}
+
+
+def dot4_at_once(builder, total, q, x):
+    """AVX-512 VNNI: one instruction multiplies and sums."""
+    q, x = (builder.bitcast(v, total.type) for v in (q, x))
+    return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}", total.type, total, q, x)
+
+
+def dot4_in_pairs(builder, total, q, x):
+    """AVX2: products summed in pairs to 16 bits, which holds two of 127 * 127, and pairs of those to 32."""
+    pairs = ir.VectorType(INT16, 2 * total.type.count)
+    sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, q, x)
+    ones = ir.Constant(pairs, [1] * pairs.count)
+    return builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, sums, ones))
+
+
+def dot4_in_turn(builder, total, q, x):
+    """Any CPU: the bytes of a quad one by one, as 32 bits."""
+    for byte in range(QUAD):
+        a, b = (take(builder, v, range(byte, v.type.count, QUAD)) for v in (q, x))
+        total = builder.add(total, builder.mul(builder.zext(a, total.type), builder.sext(b, total.type)))
+    return total
+
+
+FEATURES = cpu_features()
+if {"avx512vnni", "avx512vl"} <= FEATURES:
+    DOT4, WIDEST = dot4_at_once, 16  # lanes that an instruction fills
+elif "avx2" in FEATURES:
+    DOT4, WIDEST = dot4_in_pairs, 8
+else:
+    DOT4, WIDEST = dot4_in_turn, 16
+
+
+def dot4_code(builder, total, q, x):
+    """DOT4 on registers of lanes, whatever their number."""
+    width = min(WIDEST, total.type.count)
+    parts = []
+    for at in range(0, total.type.count, width):
+        part = [take(builder, total, range(at, at + width))]
+        part += [take(builder, v, range(QUAD * at, QUAD * (at + width))) for v in (q, x)]
+        parts.append(DOT4(builder, *part))
+    return join(builder, parts)
+
+
+def dot8_code(builder, total, q, x):
+    """Where pairs of 255 * 127 would not fit, even and odd bytes one after the other."""
+    if DOT4 is not dot4_in_pairs:
+        return dot4_code(builder, total, q, x)
+    for mask in ([255, 0], [0, 255]):
+        half = builder.and_(q, ir.Constant(q.type, mask * (q.type.count // 2)))
+        total = dot4_code(builder, total, half, x)
+    return total
+
+
+def dot_intrinsics(code_of, doc):
+    """(dot of lanes with lanes, dot of sixteen rows with tokens)."""
+
+    def dot(typing, total, q, x):
+        def code(context, builder, signature, args):
+            return code_of(builder, *args)
+
+        return total(total, q, x), code
+
+    def dot_tokens(typing, total, q, x, index):
+        def code(context, builder, signature, args):
+            total, q, x, index = args
+            parts = []
+            for i in range(total.type.count // ROWS):
+                four = builder.load(token_address(context, builder, signature.args[2], x, index, i, INT32), align=1)
+                quads = builder.bitcast(splat(builder, four, ROWS), q.type)
+                parts.append(code_of(builder, take(builder, total, range(ROWS * i, ROWS * (i + 1))), q, quads))
+            return join(builder, parts)
+
+        return total(total, q, x, index), code
+
+    dot.__doc__ = f"total + the sum of a quad of q times a quad of x in each lane, exactly; {doc}."
+    dot_tokens.__doc__ = (
+        f"The same for {ROWS} rows in q and the quads at x[t + i, k] of as many tokens as total has sums for."
+    )
+    return intrinsic(dot), intrinsic(dot_tokens)
+
+
+dot4, dot4_tokens = dot_intrinsics(dot4_code, "q is 0 to 127, x -127 to 127")
+dot8, dot8_tokens = dot_intrinsics(dot8_code, "q is 0 to 255, x -127 to 127")
+
+
+def splat(builder, number, count):
+    one = builder.insert_element(ir.Constant(ir.VectorType(number.type, count), ir.Undefined), number, INT32(0))
+    return take(builder, one, [0] * count)
+
+
+def token_address(context, builder, array_type, array, index, i, element):
+    """A pointer to array[t + i, k], index (t, k)."""
+    t, k = cgutils.unpack_tuple(builder, index)
+    struct = make_array(array_type)(context, builder, array)
+    item = cgutils.get_item_pointer(context, builder, array_type, struct, [builder.add(t, t.type(i)), k])
+    return builder.bitcast(item, element.as_pointer())
+
+
+@intrinsic
+def of_tokens(typing, like, array, index):
+    """array[t + i, k] in the i-th sixteen lanes, for as many tokens as `like` has lanes for; index is (t, k)."""
+
+    def code(context, builder, signature, args):
+        like, array, index = args
+        pointers = [
+            token_address(context, builder, signature.args[1], array, index, i, FLOAT)
+            for i in range(like.type.count // ROWS)
+        ]
+        return join(builder, [splat(builder, builder.load(pointer), ROWS) for pointer in pointers])
+
+    return like(like, array, index), code
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing, count):
+    """Floats 0 in `count` lanes; count is a constant."""
+
+    def code(context, builder, signature, args):
+        return context.get_constant_null(signature.return_type)
+
+    return Lanes(types.float32, count.literal_value)(count), code
+
+
+@intrinsic
+def no_sums(typing, like):
+    """Integers 0 in as many lanes as `like` has."""
+
+    def code(context, builder, signature, args):
+        return context.get_constant_null(signature.return_type)
+
+    return Lanes(types.int32, like.count)(like), code
+
+
+@intrinsic
+def sums_as_floats(typing, sums):
+    """Signed integers as floats: exact up to 2^24."""
+
+    def code(context, builder, signature, args):
+        return builder.sitofp(args[0], context.get_value_type(signature.return_type))
+
+    return Lanes(types.float32, sums.count)(sums), code
+
+
+@intrinsic
+def pair_of(typing, array, index):
+    """Eight lanes: array[index] in the lower four, array[index + 1] in the upper."""
+
+    def code(context, builder, signature, args):
+        pointer = address(context, builder, signature.args[0], *args, FLOATS)
+        two = builder.load(builder.bitcast(pointer, ir.VectorType(FLOAT, 2).as_pointer()), align=4)
+        return take(builder, two, [0] * QUAD + [1] * QUAD)
+
+    return Lanes(types.float32, 2 * QUAD)(array, index), code
+
+
+@intrinsic(prefer_literal=True)
+def load_bytes(typing, array, index, count):
+    """`count` neighbours, a constant, from array[index] on."""
+    lanes = Lanes(array.dtype, count.literal_value)
+
+    def code(context, builder, signature, args):
+        return builder.load(address(context, builder, signature.args[0], *args[:2], lanes), align=1)
+
+    return lanes(array, index, count), code
+
+
+@intrinsic
+def prefetch(typing, array, index):
+    """Ask for the cache line of array[index], which may lie beyond the end, and do not wait."""
+
+    def code(context, builder, signature, args):
+        pointer = address(context, builder, signature.args[0], *args, Lanes(types.uint8))
+        pointer = builder.bitcast(pointer, INT8.as_pointer())
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, INT32(0), INT32(3), INT32(1))  # to read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), code
+
+
+# A block of one row (an array of one axis), or of sixteen rows interleaved word by word (a second axis, of 16): what
+# is read or written below then holds sixteen times as much, sixteen times as far on, and one text serves both.
+
+
+def rows_of(array):
+    return 1 if array.ndim == 1 else ROWS
+
+
+def row_pointer(context, builder, array_type, array, at, element, count):
+    """A pointer to `count` elements at byte, or number, `at` of the rows."""
+    index = at if array_type.ndim == 1 else cgutils.pack_array(builder, [at, at.type(0)])
+    item = address(context, builder, array_type, array, index, BYTES)
+    return builder.bitcast(item, ir.VectorType(element, count).as_pointer())
+
+
+@intrinsic
+def row_bytes(typing, raw, at):
+    """Sixteen bytes of each row from `at` on; of sixteen rows, four bytes of each in turn."""
+    lanes = Lanes(types.uint8, LANES * rows_of(raw))
+
+    def code(context, builder, signature, args):
+        return builder.load(row_pointer(context, builder, signature.args[0], *args, INT8, lanes.count), align=1)
+
+    return lanes(raw, at), code
+
+
+@intrinsic
+def row_words(typing, raw, at):
+    """The 32 bits from byte `at` of each row on."""
+    lanes = Lanes(types.int32, rows_of(raw))
+
+    def code(context, builder, signature, args):
+        return builder.load(row_pointer(context, builder, signature.args[0], *args, INT32, lanes.count), align=1)
+
+    return lanes(raw, at), code
+
+
+@intrinsic
+def row_halves(typing, raw, at):
+    """The float16 at byte `at` of each row, as float32."""
+    lanes = Lanes(types.float32, rows_of(raw))
+
+    def code(context, builder, signature, args):
+        pointer = row_pointer(context, builder, signature.args[0], *args, INT16, lanes.count)
+        halves = builder.bitcast(builder.load(pointer, align=1), ir.VectorType(HALF, lanes.count))
+        return builder.fpext(halves, context.get_value_type(lanes))
+
+    return lanes(raw, at), code
+
+
+@intrinsic
+def row_store(typing, out, at, values):
+    """values to out[at] and on, for each row."""
+
+    def code(context, builder, signature, args):
+        out, at, values = args
+        pointer = row_pointer(context, builder, signature.args[0], out, at, values.type.element, values.type.count)
+        builder.store(values, pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(out, at, values), code
+
+
+@intrinsic
+def row_bits(typing, words, first):
+    """Sixteen bits of each row's word, from bit `first` on, as bytes 0 or 1 in the order of row_bytes."""
+
+    def code(context, builder, signature, args):
+        words, first = args
+        kind = words.type
+
+        def number(n):
+            return ir.Constant(kind, [n] * kind.count)
+
+        quads = []
+        for bit in range(0, LANES, QUAD):
+            shift = splat(builder, builder.add(builder.trunc(first, INT32), INT32(bit)), kind.count)
+            four = builder.and_(builder.lshr(words, shift), number(15))
+            # Times 2^0 + 2^7 + 2^14 + 2^21: bit i of the four is then bit 0 of byte i.
+            quads.append(builder.and_(builder.mul(four, number(0x00204081)), number(0x01010101)))
+        return builder.bitcast(join(builder, quads), ir.VectorType(INT8, LANES * kind.count))
+
+    return Lanes(types.uint8, LANES * words.count)(words, types.int64), code
+
+
+@intrinsic
+def signed_byte(typing, words, i):
+    """Byte i of each word, -128 to 127."""
+
+    def code(context, builder, signature, args):
+        words, i = args
+        up = splat(builder, builder.trunc(builder.sub(i.type(24), builder.mul(i.type(8), i)), INT32), words.type.count)
+        return builder.ashr(builder.shl(words, up), ir.Constant(words.type, [24] * words.type.count))
+
+    return words(words, types.int64), code
+
+
+# Activations as integers.
+
+
+@intrinsic
+def largest(typing, a, b):
+    """The largest absolute value in a and b; NaN if one is NaN."""
+
+    def code(context, builder, signature, args):
+        kind = args[0].type
+        a, b = (call(builder, f"llvm.fabs.v{kind.count}f32", kind, v) for v in args)
+        larger = lambda a, b: call(builder, f"llvm.maximum.v{a.type.count}f32", a.type, a, b)  # noqa: E731
+        return fold(builder, larger(a, b), larger)
+
+    return types.float32(a, b), code
+
+
+@intrinsic
+def nearest(typing, values):
+    """Floats of -127 to 127 rounded to integers, halves to even."""
+
+    def code(context, builder, signature, args):
+        rounded = call(builder, f"llvm.rint.v{args[0].type.count}f32", args[0].type, args[0])
+        return builder.fptosi(rounded, context.get_value_type(signature.return_type))
+
+    return Lanes(types.int32, values.count)(values), code
+
+
+@intrinsic
+def as_int8(typing, values):
+    """Integers of -128 to 127 in a byte each."""
+
+    def code(context, builder, signature, args):
+        return builder.trunc(args[0], context.get_value_type(signature.return_type))
+
+    return Lanes(types.int8, values.count)(values), code
+
+
+@intrinsic
+def sum_of(typing, values):
+    """The sum of all integer lanes."""
+
+    def code(context, builder, signature, args):
+        return fold(builder, args[0], builder.add)
+
+    return types.int32(values), code

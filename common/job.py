@@ -1,5 +1,6 @@
 """From what the reader asked for to what every stage is given: a model file, prompt ids, a number of new tokens."""
 
+import os
 import random
 import re
 import time
@@ -138,10 +139,9 @@ def checked_text(text: str) -> str:
     if not text:
         raise UsageError("the prompt is empty: give at least one character, or --ids")
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt is not valid UTF-8 at character {error.start}: give it as --ids") from error
-    return text
+        return os.fsencode(text).decode()  # an argument's bytes, however the locale reads them
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt is not valid UTF-8 at byte {error.start}: give it as --ids") from error
 
 
 def parse_ids(text: str, V: int) -> list[int]:

@@ -9,7 +9,7 @@ CELL = 14  # pixels a float
 LINE = 8  # floats drawn to a cache line; a real one holds 16
 K, N = 16, 32  # the matrix drawn
 STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #333 }
+text { font: 9px system-ui, sans-serif; fill: #333 }
 .cell { fill: #f2f2f2; stroke: #ddd }
 .line { fill: #cfe3ff; stroke: #9dbfe8 }
 .used { fill: #2f6fce; stroke: #2f6fce }
@@ -35,7 +35,45 @@ def tiling(tile: int = 8) -> str:
     return picture(walk, caption, (0, 0, tile, tile))
 
 
-PICTURES = {"naive": naive, "tiling": tiling}
+def simd() -> str:
+    """One tile: a register wide, eight rows high; every token passes over it."""
+    walk = [(k, n) for k in range(8) for n in range(LINE)]
+    caption = "one tile of simd: 8 lines, each one register, used whole by every token"
+    return picture(walk, caption, (0, 0, 8, LINE))
+
+
+def kv_cache() -> str:
+    """The arena of one layer: rows filled so far, and the one that a new token fills."""
+    seen, row = 9, 10
+    shapes = [
+        rect(x + 17 * half, y, 1, 1, "used" if y == seen else "line" if y < seen else "cell")
+        for half in range(2)
+        for y in range(K)
+        for x in range(15)
+    ]
+    shapes += [
+        f'<text x="{17 * half * CELL}" y="{(K + 1) * CELL}">{what}: (context, G, hd), a row a position</text>'
+        for half, what in enumerate(("keys", "values"))
+    ]
+    caption = f"one layer's part of the arena: {seen} positions seen, position {row} being written, the rest untouched"
+    return drawing(shapes, caption, "dark: written now · light: read by attention · pale: no page yet")
+
+
+def quantized() -> str:
+    """One row of blocks, and the scratch that one of them is unpacked into."""
+    shapes, blocks, wide = [], 4, 8
+    for n in range(5):
+        for b in range(blocks):
+            kind = "used" if (n, b) == (1, 1) else "line" if (n, b) < (1, 1) else "cell"
+            shapes.append(rect(b * wide, 2 * n, wide, 1, kind))
+    shapes += [rect(x, 13, 1, 1, "used") for x in range(N)]
+    shapes.append(f'<path class="path" d="M {1.5 * wide * CELL:g} {3 * CELL} L {N * CELL / 2:g} {13 * CELL}"/>')
+    shapes.append(f'<text y="{12.6 * CELL:g}">scratch: one block as float32</text>')
+    caption = "five rows of w (N, K), four blocks each: one block at a time becomes floats, for all tokens"
+    return drawing(shapes, caption, "dark: in use · light: used and forgotten · pale: not read yet")
+
+
+PICTURES = {"naive": naive, "tiling": tiling, "simd": simd, "kv_cache": kv_cache, "quantized": quantized}
 
 
 def picture(walk: list[tuple[int, int]], caption: str, tile: tuple[int, int, int, int] | None = None) -> str:
@@ -51,8 +89,12 @@ def picture(walk: list[tuple[int, int]], caption: str, tile: tuple[int, int, int
         k, n, height, width = tile
         shapes.append(rect(n, k, width, height, "tile"))
     shapes.append(f'<polyline class="path" points="{" ".join(points(walk))}"/>')
-    width, bottom = N * CELL, K * CELL
-    legend = "w (K, N), a row is contiguous · dark: used · light: fetched with it"
+    return drawing(shapes, caption, "w (K, N), a row is contiguous · dark: used · light: fetched with it")
+
+
+def drawing(shapes: list[str], caption: str, legend: str) -> str:
+    """Shapes on a sheet of N x K cells, with a caption and a legend below."""
+    width, bottom = N * CELL, (K + 1) * CELL
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {bottom + 44}" role="img">\n'
         f"<title>{caption}</title>\n<style>{STYLE}</style>\n"

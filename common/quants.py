@@ -301,6 +301,20 @@ def dequantize(tensor):
     return out
 
 
+STRIP = 64  # rows: their float32 fill a few cache lines across, so that turning them writes whole lines
+
+
+def dequantize_transposed(tensor):
+    """A matrix's weights (N, K) as a new float32 array (K, N); a vector's as they are. ValueError as dequantize."""
+    if len(tensor.shape) == 1:
+        return dequantize(tensor)
+    N, K = tensor.shape
+    out = np.empty((K, N), np.float32)
+    for n in range(0, N, STRIP):
+        out[:, n : n + STRIP] = dequantize(tensor[n : n + STRIP]).T
+    return out
+
+
 # Values in lanes, and halves.
 
 

@@ -120,7 +120,7 @@ def save(record: dict, path: Path) -> Path:
     """Write a record whole or not at all. Raises RecordError."""
     writable(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     partial.replace(path)
     return path
 

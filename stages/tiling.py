@@ -15,7 +15,7 @@ import numpy as np
 
 from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, softmax
 from common.jit import njit
-from common.quants import dequantize
+from common.quants import dequantize_transposed
 from common.stage import Model
 
 PREVIOUS = "naive"
@@ -25,12 +25,8 @@ TILE = 64  # 64 rows of 64 floats = 16 KB, half of a common L1
 
 
 def load(gguf, context, threads):
-    """Unpack every tensor to float32; a matrix becomes (K, N). Nothing here needs context (tokens) or threads."""
-
-    def unpack(tensor):  # (N, K) -> (K, N)
-        return np.ascontiguousarray(dequantize(tensor).T)
-
-    return Model(gguf.config, gguf.weights.map(unpack))
+    """Unpack every tensor to float32, a matrix as (K, N). Nothing here needs context (tokens) or threads."""
+    return Model(gguf.config, gguf.weights.map(dequantize_transposed))
 
 
 @njit

@@ -1,0 +1,50 @@
+"""What several test files need: stages in temporary copies, and the command line as a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from common.gguf import TYPES
+
+ROOT = Path(__file__).parent.parent
+CLI = [sys.executable, str(ROOT / "cli.py")]
+
+
+def weight(stage, array):  # (K, N) float32
+    """The array as the stage's matmul takes it, and the float64 (K, N) that this stands for."""
+    exact = array.astype(np.float64)
+    if not hasattr(stage, "Blocks"):
+        return np.ascontiguousarray(array), exact
+    K, N = array.shape
+    raw = np.ascontiguousarray(array.T).reshape(-1).view(np.uint8)  # a row of float32 is one block
+    return stage.Blocks(N, K, TYPES["F32"].id, K, 4 * K, raw), exact
+
+
+def copy_of(stage: str, folder: Path, *edits: tuple[str, str], name: str = "mine.py") -> Path:
+    """A copy of a stage's file with each (old, new) replaced once; every old must be there."""
+    text = (ROOT / "stages" / f"{stage}.py").read_text()
+    for old, new in edits:
+        assert text.count(old) >= 1, f"{stage} holds no {old!r}"
+        text = text.replace(old, new, 1)
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def lesson(*words, cwd=None, **env) -> subprocess.CompletedProcess:
+    """Run the command line to its end; env adds to the environment (None takes a variable away)."""
+    surroundings = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
+    command = [*CLI, *(word if isinstance(word, bytes) else str(word) for word in words)]
+    return subprocess.run(command, capture_output=True, cwd=cwd, env=surroundings, timeout=300)
+
+
+def one_sentence(done: subprocess.CompletedProcess) -> str:
+    """The error of a command that failed: one line on stderr, nothing else anywhere, no traceback."""
+    said = done.stderr.decode()
+    assert done.stdout == b"", done.stdout
+    assert "Traceback" not in said, said
+    assert len(said.strip().splitlines()) == 1, said
+    return said.strip()
