@@ -74,11 +74,14 @@ def main() -> None:
 
 
 @app.command("list")
-def list_stages(as_json: Json = False) -> None:
+def list_stages(
+    ladder: Annotated[str | None, typer.Argument(metavar="LADDER", help="A kernel ladder, such as gemm.")] = None,
+    as_json: Json = False,
+) -> None:
     """The ladder: every stage, its idea, and what it is built on."""
     from common import catalog
 
-    out(as_json, catalog.document(), catalog.render)
+    out(as_json, catalog.document(ladder), catalog.render)
 
 
 @app.command()
@@ -104,7 +107,9 @@ def run(
     """Run one stage on a prompt: its text, TTFT and ms/token."""
     from common import run as running
     from common import show
+    from common.stage import source_path
 
+    source_path(one(stage, stage_option))
     job = prepared(model, layers, prompt, ids, shape, n, context, threads)
     if cold:
         from common import cold as freezing
@@ -130,12 +135,17 @@ def compare(
 ) -> None:
     """What changed between stages, what that should be worth, and what it is worth."""
     from common import compare as comparing
+    from common import kernel_commands as kernels
 
     names = comparing.checked(stages)
+    if kernels.checked(names, shape, layers=layers, prompt=prompt, ids=ids, n=n):
+        if not as_json:
+            paint(comparing.introduction(names, ops=()))
+        return out(as_json, kernels.compare(names, shape, budget, save), kernels.result)
     job = prepared(model, layers, prompt, ids, shape, n, context, threads)
     if not as_json:
         paint(comparing.introduction(names))
-    out(as_json, comparing.compare(names, job, budget, save), comparing.result)
+    return out(as_json, comparing.compare(names, job, budget, save), comparing.result)
 
 
 @app.command()
@@ -165,20 +175,23 @@ def sweep(
     save: Save = None,
 ) -> None:
     """Rebind one constant of a stage in a copy: is it still right, and how fast?"""
+    from common import kernel_commands as kernels
     from common import sweep as sweeping
 
     sweeping.parse(stage, setting)
+    if kernels.checked([stage], shape, layers=layers, prompt=prompt, ids=ids):
+        return out(as_json, kernels.sweep(stage, setting, shape, save), kernels.render)
     job = prepared(model, layers, prompt, ids, shape)
-    out(as_json, sweeping.sweep(stage, setting, job, save), sweeping.render)
+    return out(as_json, sweeping.sweep(stage, setting, job, save), sweeping.render)
 
 
 @app.command()
 def read(stage: StageName = None, stage_option: StageOption = None) -> None:
     """Print a stage's module."""
     from common import show
-    from common.stage import source_path
+    from common.stage import code_path
 
-    path = source_path(one(stage, stage_option))
+    path = code_path(one(stage, stage_option))
     if sys.stdout.isatty():
         paint(show.module(path))
     else:

@@ -1,16 +1,34 @@
 """`lesson list`: the ladder, read from the modules themselves."""
 
+import importlib
+from difflib import get_close_matches
+
 from common import diff, show
-from common.stage import LADDER, source_path
+from common.stage import LADDER, StageError, code_path, rungs
 
 
-def document() -> dict:
-    return {"schema": 1, "stages": [entry(name) for name in LADDER]}
+def document(ladder: str | None = None) -> dict:
+    """The ladder of stages and the names of the kernel ladders, or the rungs of one of those. Raises StageError."""
+    ladders = sorted({rung.partition("/")[0] for rung in rungs()})
+    if ladder is None:
+        return {"schema": 1, "stages": [entry(name) for name in LADDER], "ladders": [kernels(name) for name in ladders]}
+    if ladder not in ladders:
+        near = get_close_matches(ladder, ladders, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ladders)}"
+        raise StageError(f"unknown ladder {ladder!r}: {hint}")
+    found = kernels(ladder)
+    return {"schema": 1, "ladder": ladder, "stages": [entry(name) for name in found["rungs"]]}
+
+
+def kernels(ladder: str) -> dict:
+    """A kernel ladder's name, title and rungs in order."""
+    package = importlib.import_module(f"stages.{ladder}")
+    return {"name": ladder, "title": package.__doc__.split("\n")[0], "rungs": [f"{ladder}/{s}" for s in package.STAGES]}
 
 
 def entry(name: str) -> dict:
     """A stage's name, the stage it is built on, what it changes and its idea; nothing of it is run."""
-    path = source_path(name)
+    path = code_path(name)
     told = diff.docstring(path)
     return {
         "name": name,
@@ -27,4 +45,10 @@ def render(found: dict) -> list:
     rows.add_column("the one idea", justify="left")
     for stage in found["stages"]:
         rows.add_row(stage["name"], stage["previous"] or "–", str(stage["lines"]), stage["idea"])
-    return [rows, "", "next: lesson read naive · lesson diff naive tiling · lesson compare naive tiling"]
+    ladders = show.table("kernel ladder")
+    ladders.add_column("", justify="left")
+    for ladder in found.get("ladders", []):
+        ladders.add_row(ladder["name"], ladder["title"])
+    a, b = (stage["name"] for stage in found["stages"][:2])
+    shown = [rows, "", ladders, ""] if found.get("ladders") else [rows, ""]
+    return [*shown, f"next: lesson read {a} · lesson diff {a} {b} · lesson compare {a} {b}"]

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from common.stage import source_path
+from common.stage import code_path
 
 MARKS = ("PREVIOUS", "CHANGES", "FUSED", "PHASES", "ARCHS")  # what a stage says of itself, not what it does
 CUDA_FUNCTION = re.compile(
@@ -150,5 +150,5 @@ def constant(path: Path, name: str):
 
 def document(a: str, b: str) -> dict:
     """`lesson diff --json`."""
-    found = changes(source_path(a), source_path(b))
+    found = changes(code_path(a), code_path(b))
     return {"schema": 1, "a": a, "b": b, "changed": [{"name": c.name, "diff": c.unified()} for c in found]}

@@ -81,7 +81,7 @@ def memory(status: str | None = None) -> dict:
     """
     if status is None:
         path = Path("/proc/self/status")
-        status = path.read_text() if path.exists() else ""
+        status = path.read_text("utf-8") if path.exists() else ""
     found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
 
     def mb(key: str) -> float | None:

@@ -289,16 +289,6 @@ def of_tokens(typing, like, array, index):
     return like(like, array, index), code
 
 
-@intrinsic(prefer_literal=True)
-def zeros(typing, count):
-    """Floats 0 in `count` lanes; count is a constant."""
-
-    def code(context, builder, signature, args):
-        return context.get_constant_null(signature.return_type)
-
-    return Lanes(types.float32, count.literal_value)(count), code
-
-
 @intrinsic
 def no_sums(typing, like):
     """Integers 0 in as many lanes as `like` has."""
@@ -319,16 +309,18 @@ def sums_as_floats(typing, sums):
     return Lanes(types.float32, sums.count)(sums), code
 
 
-@intrinsic
-def pair_of(typing, array, index):
-    """Eight lanes: array[index] in the lower four, array[index + 1] in the upper."""
+@intrinsic(prefer_literal=True)
+def load_spread(typing, array, index, count):
+    """`count` neighbours, a constant, from array[index] on, each in as many of sixteen lanes."""
+    lanes = Lanes(array.dtype)
 
     def code(context, builder, signature, args):
-        pointer = address(context, builder, signature.args[0], *args, FLOATS)
-        two = builder.load(builder.bitcast(pointer, ir.VectorType(FLOAT, 2).as_pointer()), align=4)
-        return take(builder, two, [0] * QUAD + [1] * QUAD)
+        pointer = address(context, builder, signature.args[0], *args[:2], lanes)
+        few = ir.VectorType(context.get_value_type(lanes.element), count.literal_value)
+        values = builder.load(builder.bitcast(pointer, few.as_pointer()), align=4)
+        return take(builder, values, [i * few.count // LANES for i in range(LANES)])
 
-    return Lanes(types.float32, 2 * QUAD)(array, index), code
+    return lanes(array, index, count), code
 
 
 @intrinsic(prefer_literal=True)
@@ -419,6 +411,16 @@ def row_store(typing, out, at, values):
 
 
 @intrinsic
+def both(typing, first, second):
+    """The values of one, then of the other."""
+
+    def code(context, builder, signature, args):
+        return join(builder, list(args))
+
+    return Lanes(first.element, 2 * first.count)(first, second), code
+
+
+@intrinsic
 def row_bits(typing, words, first):
     """Sixteen bits of each row's word, from bit `first` on, as bytes 0 or 1 in the order of row_bytes."""
 
@@ -497,3 +499,24 @@ def sum_of(typing, values):
         return fold(builder, args[0], builder.add)
 
     return types.int32(values), code
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing, tokens):
+    """Floats 0 for sixteen rows and `tokens` tokens, a constant."""
+
+    def code(context, builder, signature, args):
+        return context.get_constant_null(signature.return_type)
+
+    return Lanes(types.float32, ROWS * tokens.literal_value)(tokens), code
+
+
+@intrinsic
+def load_quads(typing, q, k):
+    """The quad of weights k to k + 3 of sixteen rows: one register. q is (K, 16)."""
+    lanes = Lanes(types.uint8, QUAD * ROWS)
+
+    def code(context, builder, signature, args):
+        return builder.load(row_pointer(context, builder, signature.args[0], *args, INT8, lanes.count), align=1)
+
+    return lanes(q, k), code

@@ -57,4 +57,8 @@ if CACHE:
 else:
     print("lesson: no folder for compiled kernels can be written, so each run compiles anew", file=sys.stderr)
 
+# numba aligns arrays to 32 bytes; a vector load of 64 that starts there needs two cache lines, at times two pages, and
+# whether it does would change from run to run.
+numba.core.base.BaseContext.get_preferred_array_alignment = lambda context, ty: 64
+
 njit = partial(numba.njit, cache=CACHE is not None, error_model="numpy")

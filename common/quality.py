@@ -342,8 +342,10 @@ def window_s(name: str, job: Job, T: int, here) -> float:
     """Seconds that a stage is expected to take for a window of T tokens, logits of every row included."""
     known, config = roofline.modelled(name), job.gguf.config
     prompt, n = (T, 1) if known in roofline.CACHELESS else (T // 2, T - T // 2)
-    found = roofline.expect(known, config, roofline.file_bytes(job.gguf.weights), prompt, n, here, job.threads)
-    rows = roofline.MATMUL_MS[known](here, prompt, config.D, config.V)
+    weights = job.gguf.weights
+    types, held = roofline.file_types(weights), roofline.file_bytes(weights)
+    found = roofline.expect(known, config, held, prompt, n, here, job.threads, types=types)
+    rows = roofline.matmul_ms(known, here, prompt, config.D, config.V)
     passes = 2 if n > 1 else 1  # generate runs the prompt again
     return (passes * found.ttft_ms + rows + (n - 1) * (found.ms_per_token or 0)) / 1e3
 

@@ -301,6 +301,7 @@ def dequantize(tensor):
     return out
 
 
+LINE = 16  # floats in a cache line
 STRIP = 64  # rows: their float32 fill a few cache lines across, so that turning them writes whole lines
 
 
@@ -309,10 +310,17 @@ def dequantize_transposed(tensor):
     if len(tensor.shape) == 1:
         return dequantize(tensor)
     N, K = tensor.shape
-    out = np.empty((K, N), np.float32)
+    out = aligned_empty(K, N)
     for n in range(0, N, STRIP):
         out[:, n : n + STRIP] = dequantize(tensor[n : n + STRIP]).T
     return out
+
+
+def aligned_empty(K, N):
+    """A new float32 array (K, N) that begins a cache line; numpy's own begin anywhere in one."""
+    spare = np.empty(K * N + LINE, np.float32)
+    start = -spare.ctypes.data // 4 % LINE
+    return spare[start : start + K * N].reshape(K, N)
 
 
 # Values in lanes, and halves.

@@ -14,11 +14,13 @@ from statistics import median
 from typing import NamedTuple
 
 from common import diff
-from common.machine import LINE, LINE_FLOATS, Machine, curve
+from common.gguf import TYPES
+from common.machine import GB, LINE, LINE_FLOATS, Machine, curve, doubted
 from common.stage import StageError, source_path
 
 SLACK = 1.05  # a measured bandwidth is itself a measurement; beyond this the accounting is wrong
 NEAR_CHAIN = 1.5  # up to this many times the addition's latency, the chain of additions decides
+SAME = 1.1  # an expected ratio closer to 1 is none
 WORTH = 1.8  # an expected ratio above this is a gain that nobody will miss
 
 
@@ -110,13 +112,14 @@ class Matmul(NamedTuple):
     K: int
     N: int
     count: int
+    type: str = "F32"  # as the file holds it
 
 
-def matmuls(config) -> tuple[Matmul, ...]:
-    """Every matmul of a forward pass; `output` sees one row a token generated."""
+def matmuls(config, types: dict[str, dict[str, int]] | None = None) -> tuple[Matmul, ...]:
+    """Every matmul of a forward pass, one entry a type (types: from file_types); `output` sees one row a token."""
     D, F, L = config.D, config.F, config.L
     q, kv = config.H * config.hd, config.G * config.hd
-    return (
+    each = (
         Matmul("w_q", D, q, L),
         Matmul("w_k", D, kv, L),
         Matmul("w_v", D, kv, L),
@@ -126,6 +129,9 @@ def matmuls(config) -> tuple[Matmul, ...]:
         Matmul("w_down", F, D, L),
         Matmul("output", D, config.V, 1),
     )
+    if types is None:
+        return each
+    return tuple(m._replace(type=kind, count=count) for m in each for kind, count in types[m.name].items())
 
 
 def float_bytes(config) -> dict[str, int]:
@@ -139,6 +145,22 @@ def file_bytes(weights) -> dict[str, int]:
     for layer in weights.layers:
         total.update({name: t.nbytes for name, t in layer._asdict().items() if name.startswith("w_")})
     return dict(total)
+
+
+def file_types(weights) -> dict[str, dict[str, int]]:
+    """Each matmul's {type: in how many layers} (Weights of Tensors)."""
+    found: dict[str, Counter] = {"output": Counter([weights.output.type.name])}
+    for layer in weights.layers:
+        for name, t in layer._asdict().items():
+            if name.startswith("w_"):
+                found.setdefault(name, Counter())[t.type.name] += 1
+    return found
+
+
+def block_bytes(m: Matmul) -> int:
+    """Bytes of one such matrix in the file's blocks."""
+    kind = TYPES[m.type]
+    return m.K * m.N // kind.block * kind.bytes
 
 
 def work(config, T: int, S: int, weight_bytes: dict[str, int], rows: int = 1) -> dict[str, Work]:
@@ -189,14 +211,16 @@ def bound_ms(w: Work, machine: Machine, threads: int = 1, kind: str = "float32")
 
 
 def plausible(w: Work, ms: float, machine: Machine, threads: int = 1, kind: str = "float32") -> float:
-    """Which share of its roof a measured time reaches. Raises AccountingError above 105 %."""
+    """Which share of its roof a measured time reaches. Raises AccountingError above 105 %, once measured anew."""
     if not ms > 0:
         raise AccountingError(f"a time of {ms} ms for {w.flops:,} FLOPs: the clock is wrong")
     share = bound_ms(w, machine, threads, kind) / ms
     if share > SLACK:
+        share = bound_ms(w, doubted(machine), threads, kind) / ms
+    if share > SLACK:
         raise AccountingError(
             f"{w.flops / ms / 1e6:.1f} GFLOP/s and {w.bytes / ms / 1e6:.1f} GB/s in {ms:.3g} ms are {share:.0%} of "
-            "what this machine can do: the bytes, the FLOPs or the clock are wrong, or it must be measured anew"
+            "what this machine can do: the bytes, the FLOPs or the clock are wrong"
         )
     return share
 
@@ -303,20 +327,55 @@ def tile() -> int:
 WALKS: dict[str, Callable[[int], int]] = {"naive": naive_lines, "tiling": tiling_lines}
 
 
+class Cost(NamedTuple):
+    """ms of one matmul by what the time goes to; a matmul spends one after the other."""
+
+    memory: float = 0.0  # weights on their way into L1
+    unpacking: float = 0.0
+    arithmetic: float = 0.0  # multiply-adds with the loads and stores of their operands, and chains of additions
+
+
 def column_matmul(lines: Callable[[int], int]) -> Callable:
-    """The cost of a matmul that walks columns, (machine, T, K, N) -> ms: T uses of each weight, the first one cold."""
+    """The cost of a matmul that walks columns: T uses of each weight, the first one cold."""
 
-    def ms(machine: Machine, T: int, K: int, N: int) -> float:
+    def cost(machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> Cost:
         first, again = column_ns(machine, lines(K), K, N)
-        return K * N * (first + (T - 1) * again) / 1e6
+        return Cost(memory=K * N * (first - again) / 1e6, arithmetic=K * N * T * again / 1e6)
 
-    return ms
+    return cost
 
 
-# stage -> ms of one matmul (machine, T, K, N). A later stage adds its own small function here.
-MATMUL_MS: dict[str, Callable[[Machine, int, int, int], float]] = {
-    name: column_matmul(lines) for name, lines in WALKS.items()
+def lane_matmul(machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> Cost:
+    """Four bytes a weight from memory, then T multiply-adds from L1; sums come and go from where out (T, N) lives."""
+    weights = K * N / 1e6
+    return Cost(memory=weights * machine.fetch(T, 4 * N, held), arithmetic=weights * T * machine.tile(4 * T * N))
+
+
+def block_matmul(machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> Cost:
+    """A block from memory, unpacked once, then T multiply-adds of two loads each; x (T, K) is read for each row."""
+    weights, form = K * N / 1e6, TYPES[kind]
+    length = form.block if form.block > 1 else K
+    return Cost(
+        memory=weights * form.bytes / form.block / machine.read(held),
+        unpacking=weights * machine.unpack_ns.get(kind, 0.0),  # a type without a kernel is refused at load
+        arithmetic=weights * T * (machine.dot(length, T, 4 * T * K) + machine.row_end_ns / K),
+    )
+
+
+# stage -> Cost of one matmul (machine, T, K, N, type, bytes of all weights a pass reads). A later stage adds its own.
+COSTS: dict[str, Callable[..., Cost]] = {
+    **{name: column_matmul(lines) for name, lines in WALKS.items()},
+    "simd": lane_matmul,
+    "kv_cache": lane_matmul,
+    "quantized": block_matmul,
 }
+
+
+def matmul_ms(stage: str, machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> float:
+    """ms of one matmul of a stage in COSTS, its weights of type `kind` in the file, `held` bytes of all weights."""
+    return sum(COSTS[stage](machine, T, K, N, kind, held))
+
+
 FLOAT = {"naive", "tiling", "simd", "kv_cache"}  # unpack every weight to float32 at load
 CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each new token
 
@@ -337,38 +396,61 @@ class Expectation:
         return asdict(self)
 
 
-def op_times(stage: str, config, T: int, S: int, machine: Machine) -> dict[str, float]:
-    """ms by op of one forward pass of T new tokens and one row of logits."""
-    matmul_ms = MATMUL_MS[stage]
+def op_times(stage: str, config, T: int, S: int, machine: Machine, types: dict | None = None) -> dict[str, float]:
+    """ms by op of one forward pass of T new tokens and one row of logits; types as in matmuls."""
+    H, hd, F, L = config.H, config.hd, config.F, config.L
     parts = work(config, T, S, float_bytes(config))
-    rate = machine.scalar_gflops * 1e6  # FLOPs a millisecond
-    times = {op: w.flops / rate for op, w in parts.items()}
-    times["matmul"] = sum(
-        m.count * matmul_ms(machine, 1 if m.name == "output" else T, m.K, m.N) for m in matmuls(config)
-    )
-    times["attention"] = parts["attention"].flops / 2 * machine.fp_add_ns / 1e6  # dot is one chain of additions
-    times["calls"] = (15 * config.L + 3) * machine.call_us / 1e3
-    return times
+    streamed = {op: parts[op].bytes / machine.read(parts[op].bytes) for op in ("mul", "add")}
+    chained = 2 * machine.fp_add_ns * T * config.D * (2 * L + 1)  # a float64 sum, then a product of three
+    looks = (T * S - T * (T - 1) // 2) * H * L
+    angles = 2 * T * hd // 2 * L  # of q and of k, each a cosine and a sine
+    ns = {
+        "matmul": sum(cost_of(stage, config, T, machine, types)) * 1e6,
+        "attention": looks * (hd * machine.fp_add_ns + machine.exp_ns),  # dot is one chain of additions
+        "rms_norm": chained,
+        "rope": angles * 2 * machine.exp_ns + parts["rope"].flops / machine.scalar_gflops,
+        "silu": T * F * L * machine.exp_ns,
+        **streamed,
+        "argmax": parts["argmax"].flops / machine.scalar_gflops,
+        "calls": (15 * L + 3) * machine.call_us * 1e3,
+    }
+    return {op: each / 1e6 for op, each in ns.items()}
+
+
+def cost_of(stage: str, config, T: int, machine: Machine, types: dict | None = None) -> Cost:
+    """ms of all matmuls of one forward pass of T new tokens and one row of logits, by what they go to."""
+    every = matmuls(config, types)
+    held = sum(m.count * (4 * m.K * m.N if stage in FLOAT else block_bytes(m)) for m in every)
+    costs = [(m.count, COSTS[stage](machine, 1 if m.name == "output" else T, m.K, m.N, m.type, held)) for m in every]
+    return Cost(*(sum(count * cost[i] for count, cost in costs) for i in range(len(Cost._fields))))
 
 
 def expect(
-    stage: str, config, weight_bytes: dict[str, int], T: int, n: int, machine: Machine, threads: int = 1
+    stage: str,
+    config,
+    weight_bytes: dict[str, int],
+    T: int,
+    n: int,
+    machine: Machine,
+    threads: int = 1,
+    types: dict[str, dict[str, int]] | None = None,
 ) -> Expectation | None:
     """What `stage` takes for a prompt of T tokens and n new ones; None for a stage without a cost function.
 
-    The bound is the file's own (weight_bytes from file_bytes): each weight read once a forward pass, as stored.
+    The bound is the file's own (weight_bytes from file_bytes): each weight read once a forward pass, as stored. A stage
+    that computes from the file's blocks needs their types (file_types), else takes them for float32.
     """
-    if stage not in MATMUL_MS:
+    if stage not in COSTS:
         return None
 
     def forward(new: int, seen: int) -> float:
-        return sum(op_times(stage, config, new, seen, machine).values())
+        return pass_ms(stage, config, new, seen, machine, types)
 
     def bound(new: int, seen: int) -> float:
         return bound_ms(total(work(config, new, seen, weight_bytes)), machine, threads)
 
     later = range(T + 1, T + n)
-    ops = op_times(stage, config, T, T, machine)
+    ops = op_times(stage, config, T, T, machine, types)
     return Expectation(
         stage=stage,
         ttft_ms=sum(ops.values()),
@@ -376,7 +458,7 @@ def expect(
         bound_ttft_ms=bound(T, T),
         bound_ms_per_token=mean(bound(1, s) for s in later),
         ops=ops,
-        reason=limit(stage, config, T, ops, machine),
+        reason=limit(stage, config, T, machine, types),
     )
 
 
@@ -389,13 +471,32 @@ def multiply_adds(config, T: int) -> int:
     return sum(m.count * m.K * m.N * (1 if m.name == "output" else T) for m in matmuls(config))
 
 
-def limit(stage: str, config, T: int, ops: dict[str, float], machine: Machine) -> str:
-    """Which of the machine's limits decides a stage's time."""
-    ns = ops["matmul"] * 1e6 / multiply_adds(config, T)
+def limit(stage: str, config, T: int, machine: Machine, types: dict | None = None) -> str:
+    """Which of the machine's limits decides the time of a stage's matmuls, for a prompt and for a token after it."""
+    if stage not in WALKS:
+        prompt, token = (decides(cost_of(stage, config, new, machine, types)) for new in (T, 1))
+        return prompt if stage in CACHELESS else f"{prompt}; for a token after it {token}"
+    ns = sum(cost_of(stage, config, T, machine, types)) * 1e6 / multiply_adds(config, T)
     pace = f"{ns:.2g} ns a multiply-add, where a float addition alone takes {machine.fp_add_ns:.2g}"
     if ns <= NEAR_CHAIN * machine.fp_add_ns:
         return f"the chain of float additions decides: {pace}"
     return f"loads decide: {pace}"
+
+
+SPENT = Cost("reading weights", "unpacking blocks", "arithmetic on what is in L1")
+
+
+def decides(cost: Cost) -> str:
+    """'reading weights decides (30 of 41 ms, arithmetic on what is in L1 11)'"""
+    first, *rest = sorted(zip(cost, SPENT, strict=True), reverse=True)
+    others = [f"{what} {milliseconds(ms)}" for ms, what in rest if ms > 0.01 * sum(cost)]
+    times = f"{milliseconds(first[0])} of {milliseconds(sum(cost))} ms"
+    return f"{first[1]} decides ({', '.join([times, *others])})"
+
+
+def milliseconds(ms: float) -> str:
+    """Two digits, or as many as stand before the point."""
+    return f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
 
 
 def walks(stages: Iterable[str], config) -> list[tuple[int, int, int]]:
@@ -410,7 +511,7 @@ def modelled(stage: str) -> str:
     A reader's file is read, not run: what is wrong with it comes to light in the process that runs it.
     """
     seen = set()
-    while stage not in MATMUL_MS:
+    while stage not in COSTS:
         if stage in seen:
             return "naive"
         seen.add(stage)
@@ -426,7 +527,10 @@ def expectation(stage: str, job, machine: Machine) -> dict:
     one it starts from, and its reason says so.
     """
     known = modelled(stage)
-    found = expect(known, job.gguf.config, file_bytes(job.gguf.weights), len(job.ids), job.n, machine, job.threads)
+    weights = job.gguf.weights
+    found = expect(
+        *(known, job.gguf.config, file_bytes(weights), len(job.ids), job.n, machine, job.threads), file_types(weights)
+    )
     if known != stage:
         found = replace(found, stage=stage, reason=f"as {known}: {found.reason}")
     return found.to_json()
@@ -436,23 +540,80 @@ def expectation(stage: str, job, machine: Machine) -> dict:
 
 
 def sentence(stages: list[str], job, machine: Machine) -> str:
-    """One sentence: why this model shows what it shows, and which command shows the other answer."""
-    return why(stages, job.gguf.config, len(job.ids), machine)
+    """A sentence for each step: why this model shows what it shows, and which command shows the other answer."""
+    return why(stages, job.gguf.config, len(job.ids), machine, file_types(job.gguf.weights))
 
 
-def why(stages: list[str], config, T: int, machine: Machine) -> str:
+def why(stages: list[str], config, T: int, machine: Machine, types: dict | None = None) -> str:
     """As `sentence`, for a prompt of T tokens."""
-    if "naive" in stages and "tiling" in stages:
-        return why_tiling(config, T, machine)
-    known = [s for s in dict.fromkeys(stages) if s in MATMUL_MS]
-    parts = [f"in {s} {limit(s, config, T, op_times(s, config, T, T, machine), machine)}" for s in known]
+    steps = [explain for pair, explain in STEPS.items() if set(pair) <= set(stages)]
+    if steps:
+        return " ".join(explain(config, T, machine, types) for explain in steps)
+    known = [s for s in dict.fromkeys(stages) if s in COSTS]
+    parts = [f"in {s} {limit(s, config, T, machine, types)}" for s in known]
     return "; ".join(parts) + "." if parts else "No expectation is computed for these stages."
 
 
-def why_tiling(config, T: int, machine: Machine) -> str:
+def why_simd(config, T: int, machine: Machine, types: dict | None) -> str:
+    tiled, lanes = (cost_of(s, config, T, machine, types) for s in ("tiling", "simd"))
+    slow, fast = (sum(cost) * 1e6 / multiply_adds(config, T) for cost in (tiled, lanes))
+    gain, lone = (
+        pass_ms("tiling", config, new, new, machine, types) / pass_ms("simd", config, new, new, machine, types)
+        for new in (T, 1)
+    )
+    return (
+        f"Simd should be worth about {gain:.2g}x here: a multiply-add takes {slow:.2g} ns in tiling, where each "
+        f"addition waits {machine.fp_add_ns:.2g} for the one before, and {fast:.2g} in sixteen lanes, where none waits "
+        f"for another token's and {decides(lanes)}; `lesson compare tiling simd --shape pp1` shows a lone token, which "
+        f"uses each weight once, where it is worth {lone:.2g}x."
+    )
+
+
+def why_kv_cache(config, T: int, machine: Machine, types: dict | None) -> str:
+    again = pass_ms("simd", config, T + 1, T + 1, machine, types)
+    once = pass_ms("kv_cache", config, 1, T + 1, machine, types)
+    held = kilobytes(sum(float_bytes(config).values()))
+    return (
+        f"A token after {T} others should come about {again / once:.2g}x sooner: simd computes {T + 1} rows again in "
+        f"{milliseconds(again)} ms, kv_cache one row in {milliseconds(once)}, but still reads {held} of weights, "
+        f"so {decides(cost_of('kv_cache', config, 1, machine, types))}; `lesson compare simd kv_cache -n 1` shows the "
+        "prompt alone, where there is nothing to win."
+    )
+
+
+def why_quantized(config, T: int, machine: Machine, types: dict | None) -> str:
+    before, now = (pass_ms(s, config, 1, T + 1, machine, types) for s in ("kv_cache", "quantized"))
+    floats, blocks = (cost_of(s, config, 1, machine, types) for s in ("kv_cache", "quantized"))
+    ratio = before / now
+    verdict = f"come about {max(ratio, 1 / ratio):.2g}x {'sooner' if ratio > 1 else 'later'}"
+    if 1 / SAME < ratio < SAME:
+        verdict = "take about as long as before"
+    every = matmuls(config, types)
+    held = sum(m.count * block_bytes(m) for m in every)
+    lengths: Counter = Counter()
+    for m in every:
+        lengths[TYPES[m.type].block] += m.count * m.K * m.N
+    model, other = "", "blocks of 32, where there is less to win"
+    if lengths.most_common(1)[0][0] <= 32:
+        model, other = " --model tinyllama-shape --layers 2", "blocks of 256, where there is more to win"
+    return (
+        f"A token after the prompt should {verdict} here: reading {kilobytes(held)} of blocks instead of "
+        f"{kilobytes(sum(float_bytes(config).values()))} of floats saves "
+        f"{milliseconds(floats.memory - blocks.memory)} ms, but unpacking takes {milliseconds(blocks.unpacking)}, and "
+        f"multiply-adds that load both operands {milliseconds(blocks.arithmetic)} where kv_cache's take "
+        f"{milliseconds(floats.arithmetic)}; `lesson compare kv_cache quantized{model}` shows {other}."
+    )
+
+
+def pass_ms(stage: str, config, T: int, S: int, machine: Machine, types: dict | None) -> float:
+    """ms of one forward pass of T new tokens, S seen with them."""
+    return sum(op_times(stage, config, T, S, machine, types).values())
+
+
+def why_tiling(config, T: int, machine: Machine, types: dict | None) -> str:
     naive, tiled = (op_times(s, config, T, T, machine)["matmul"] for s in ("naive", "tiling"))
     layer = [m for m in matmuls(config) if m.name != "output"]
-    m = max(layer, key=lambda m: MATMUL_MS["naive"](machine, T, m.K, m.N))
+    m = max(layer, key=lambda m: matmul_ms("naive", machine, T, m.K, m.N))
     rows = tiling_lines(m.K)
     slow, fast = (column_ns(machine, lines, m.K, m.N)[1] for lines in (m.K, rows))
     column = (
@@ -468,7 +629,7 @@ def why_tiling(config, T: int, machine: Machine) -> str:
     if ratio >= WORTH:
         verdict = f"tiling should be worth about {ratio:.1f}x here"
         other = f"{small} shows small matrices, where it is worth less" if config.D > 1024 else BIG
-    elif ratio >= 1.1:
+    elif ratio >= SAME:
         verdict, other = f"tiling should be worth about {ratio:.1f}x here, no more", BIG
     else:
         verdict, other = "there is next to nothing for tiling to win here", BIG
@@ -476,6 +637,15 @@ def why_tiling(config, T: int, machine: Machine) -> str:
 
 
 BIG = "`lesson compare naive tiling --model tinyllama-shape --layers 2` shows larger ones, where it is worth more"
+
+
+# (stage before, stage) -> the sentence on that step.
+STEPS = {
+    ("naive", "tiling"): why_tiling,
+    ("tiling", "simd"): why_simd,
+    ("simd", "kv_cache"): why_kv_cache,
+    ("kv_cache", "quantized"): why_quantized,
+}
 
 
 def pages(lines: int, N: int, machine: Machine) -> int:
@@ -505,14 +675,20 @@ def kilobytes(n: float) -> str:
 
 
 def against_tokens(
-    stage: str, config, weight_bytes: dict[str, int], tokens: Iterable[int], machine: Machine, threads: int = 1
+    stage: str,
+    config,
+    weight_bytes: dict[str, int],
+    tokens: Iterable[int],
+    machine: Machine,
+    threads: int = 1,
+    types: dict[str, dict[str, int]] | None = None,
 ) -> list[tuple[int, float | None, float]]:
-    """(T, expected ms, bound ms) of one forward pass for each T."""
+    """(T, expected ms, bound ms) of one forward pass for each T; types as in expect."""
     found = []
     for T in tokens:
         least = bound_ms(total(work(config, T, T, weight_bytes)), machine, threads)
-        known = stage in MATMUL_MS
-        found.append((T, sum(op_times(stage, config, T, T, machine).values()) if known else None, least))
+        known = stage in COSTS
+        found.append((T, pass_ms(stage, config, T, T, machine, types) if known else None, least))
     return found
 
 

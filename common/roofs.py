@@ -72,7 +72,8 @@ def parse_tokens(text: str) -> list[int]:
 
 def measured(job: Job, stage: str, counts: list[int], here: Machine, weight_bytes: dict[str, int]) -> list[dict]:
     """One prefill of the stage for each number of tokens, in a fresh process each."""
-    rows = roofline.against_tokens(stage, job.gguf.config, weight_bytes, counts, here, job.threads)
+    types = roofline.file_types(job.gguf.weights)
+    rows = roofline.against_tokens(stage, job.gguf.config, weight_bytes, counts, here, job.threads, types=types)
     found = []
     with progress() as bar:
         task = bar.add_task(stage, total=len(counts))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common import diff
-from common.stage import source_path
+from common.stage import code_path
 
 WIDTH = 80
 TINT = {"-": "on #3a1f1f", "+": "on #1f3a25"}  # behind a line that goes, that comes
@@ -116,7 +116,7 @@ def highlight(code: str) -> Text:
 
 def stage_diff(a: str, b: str, side_by_side: bool) -> list:
     """Every definition that differs, one under the other or in two columns."""
-    old, new = source_path(a), source_path(b)
+    old, new = code_path(a), code_path(b)
     shown = []
     for change in diff.changes(old, new):
         shown += [*(two_columns(old, new, change) if side_by_side else code_diff(change)), ""]

@@ -61,11 +61,26 @@ def source_path(name: str) -> Path:
         if not path.is_file():
             raise StageError(f"no file {name}: give a stage's name (see `lesson list`) or the path of a .py file")
         return path.resolve()
+    if name in rungs():
+        raise StageError(
+            f"{name} is a rung of a kernel ladder and runs no model: `lesson compare` measures it beside another rung"
+        )
     if name not in LADDER:
-        near = get_close_matches(name, LADDER, n=1)
+        near = get_close_matches(name, [*LADDER, *rungs()], n=1)
         hint = f"did you mean {near[0]}?" if near else f"known stages: {', '.join(LADDER)}"
         raise StageError(f"unknown stage {name!r}: {hint}")
     return FOLDER / f"{name}.py"
+
+
+def rungs() -> list[str]:
+    """Every rung of every kernel ladder, 'gemm/tiled': a folder of stages/ is a ladder, its modules are the rungs."""
+    ladders = sorted(path.parent for path in FOLDER.glob("*/__init__.py"))
+    return [f"{ladder.name}/{path.stem}" for ladder in ladders for path in sorted(ladder.glob("[!_]*.py"))]
+
+
+def code_path(name: str) -> Path:
+    """The file of a stage or of a rung, for reading. Raises StageError as source_path does."""
+    return FOLDER / f"{name}.py" if name in rungs() else source_path(name)
 
 
 def load_stage(name: str) -> Stage:

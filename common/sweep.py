@@ -8,7 +8,7 @@ from common import diff, harness, machine, records, show
 from common.compare import progress
 from common.job import Job, UsageError
 from common.run import WrongError, check
-from common.stage import source_path
+from common.stage import code_path, source_path
 from common.stats import summary
 
 ROUNDS = 3
@@ -17,7 +17,7 @@ ROUNDS = 3
 def parse(stage: str, setting: str) -> tuple[str, list[str]]:
     """'TILE=16,32' -> ('TILE', ['16', '32']). Raises UsageError where the stage has no such constant."""
     name, _, values = setting.partition("=")
-    found = diff.definitions(source_path(stage).read_text("utf-8"))
+    found = diff.definitions(code_path(stage).read_text("utf-8"))
     constants = [c for c in found if c.isupper()]
     if name not in constants:
         have = f"it has {', '.join(constants)}" if constants else "it has none"

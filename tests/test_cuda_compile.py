@@ -1,16 +1,22 @@
 """Every CUDA source of every stage compiles for the GPUs it names, without a GPU, and keeps to its registers."""
 
+import hashlib
 import importlib
+import json
 import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
 import stages
-from common import cuda, diff
+from common import chapters, cuda, diff, gate, gpu, harness, kernel_ladder
+from common.model import open_model
+from common.stage import StageError
 
 REGISTERS = 128  # a thread: what a kernel may use that is not named here
 MORE = {
@@ -18,7 +24,10 @@ MORE = {
     ("stages.gemm.tensor_core", "matmul"): 255,  # likewise, and two sets of fragments
     ("stages.gemm.hopper", "matmul"): 168,  # 65536 / 384 threads; the multiplying ones take 232 of them at run time
     ("stages.gemm_q4k.tensor_core", "many"): 168,  # a block of weights in registers and the next on its way
+    **{(f"stages.{stage}", "matmul"): 64 for stage in ("offload", "cuda", "resident")},  # half the threads there can be
+    **{(f"stages.{stage}", "attention"): 64 for stage in ("cuda", "resident")},
 }
+GPU_STAGES = ("offload", "cuda", "resident")
 STATIC_SHARED = 48 * 1024  # bytes a block may declare
 
 
@@ -36,6 +45,7 @@ SOURCES = list(sources())
 def test_the_stages_are_found():
     names = {name for name, _ in SOURCES}
     assert {"stages.gemm.naive", "stages.gemm.hopper", "stages.gemm_q4k.tensor_core"} <= names
+    assert {f"stages.{stage}" for stage in GPU_STAGES} <= names
 
 
 @pytest.mark.parametrize(("name", "arch"), SOURCES)
@@ -107,3 +117,180 @@ def test_a_rung_declares_what_it_changes(ladder, stage):
     assert diff.undeclared(old, new, rung.CHANGES) == []
     assert set(rung.CHANGES) <= {change.name for change in diff.changes(old, new)}
     assert list(diff.docstring(new)) == ["", "Idea", "Was", "Change", "Expect"]
+
+
+# ---- the LLM ladder's GPU stages, and what they say where there is no GPU --------------------------------------
+
+
+def test_gpu_stages_import_without_a_gpu_library():
+    code = "import sys\nsys.modules['cupy'] = None\n"
+    code += "".join(f"import stages.{stage} as s\ns.load, s.forward, s.logits, s.generate\n" for stage in GPU_STAGES)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("stage", GPU_STAGES)
+def test_a_gpu_stage_declares_what_it_changes(stage):
+    module = importlib.import_module(f"stages.{stage}")
+    new = Path(module.__file__)
+    old = new.with_name(f"{module.PREVIOUS}.py")
+    assert diff.undeclared(old, new, module.CHANGES) == []
+    assert set(module.CHANGES) <= {change.name for change in diff.changes(old, new)}
+    added = sum(line.startswith("+") for change in diff.changes(old, new) for line in change.unified())
+    assert added <= 250 and len(new.read_text().splitlines()) <= 600
+    for name, (text, _) in diff.cuda_functions(module.SOURCE).items():
+        assert not name or len(text.splitlines()) <= 40, name
+
+
+def test_the_matmul_of_cuda_is_the_one_of_resident():
+    a, b = (diff.definitions((Path(stages.__path__[0]) / f"{stage}.py").read_text()) for stage in ("cuda", "resident"))
+    kept = [name for name in a if name.startswith("SOURCE.")]
+    assert "SOURCE.matmul" in kept
+    assert all(a[name].text == b[name].text for name in [*kept, "matmul", "attention", "OPTIONS"])
+
+
+class Runtime:
+    """CUDA's runtime of a machine without a GPU, or with another's driver."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self, driver, built=13000, devices=1):
+        self.driver, self.built, self.devices = driver, built, devices
+
+    def driverGetVersion(self):
+        return self.driver
+
+    def runtimeGetVersion(self):
+        return self.built
+
+    def getDeviceCount(self):
+        if not self.devices:
+            raise self.CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+        return self.devices
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), r"need CuPy, which is not installed: pip install"),
+        (ModuleNotFoundError("No module named 'fastrlock'", name="fastrlock"), r"cannot be imported \(No module named"),
+        (ImportError("\n====\nlibcudart.so.13: cannot open"), r"cannot be imported \(libcudart.so.13: cannot open\)"),
+        (Runtime(0), "need an NVIDIA driver, and none is loaded"),
+        (Runtime(12040), "driver serves CUDA 12 and this CuPy was built for CUDA 13: pip install cupy-cuda12x"),
+        (Runtime(13000, devices=0), "need an NVIDIA GPU, and CUDA says cudaErrorNoDevice"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(found, said, monkeypatch):
+    def import_module(name):
+        if isinstance(found, Exception):
+            raise found
+        return SimpleNamespace(cuda=SimpleNamespace(runtime=found))
+
+    monkeypatch.setattr(gpu.importlib, "import_module", import_module)
+    with pytest.raises(StageError, match=said) as caught:
+        gpu.backend()
+    assert caught.value.exit_code == 4
+    assert "\n" not in str(caught.value)
+
+
+def test_a_driver_newer_than_the_wheel_serves(monkeypatch):
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=Runtime(13020, 12090)))
+    monkeypatch.setattr(gpu.importlib, "import_module", lambda name: cupy)
+    assert gpu.backend() is cupy
+
+
+@pytest.mark.parametrize("stage", GPU_STAGES)
+def test_a_load_without_a_backend_ends_with_its_sentence(stage, tiny, monkeypatch):
+    """Which says no more than the sentence, and leaves the process with exit code 4."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(StageError, match="CuPy") as caught:
+        importlib.import_module(f"stages.{stage}").load(open_model(tiny), 8, 1)
+    assert harness.explain(caught.value, stage) == (str(caught.value), 4)
+
+
+def test_room_is_counted_once_for_a_tied_model(smollm2):
+    gguf = open_model(smollm2)
+    assert gguf.config.tied
+    assert gpu.weight_bytes(gguf) == sum(t.nbytes for t in gguf.gguf.tensors.values())
+    assert gpu.cache_bytes(gguf, 100) == 4 * 30 * 2 * 100 * 3 * 64
+
+
+# ---- what was recorded on a GPU, and the chapters that quote it -------------------------------------------------
+
+RECORDS = Path(cuda.__file__).parent.parent / "reports" / "nvidia-h200" / "llm"
+PARTS = ["Idea", "Picture", "Arithmetic", "Predict", "Code", "Measured", "What it costs", "What lost, and why",
+         "Three questions", "Sources"]  # fmt: skip
+
+
+def record(name):
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("stage", GPU_STAGES)
+def test_a_record_measured_this_source_and_found_it_right(stage):
+    module, found = importlib.import_module(f"stages.{stage}"), record(stage)
+    assert found["compiled"] == hashlib.sha256(f"{module.SOURCE}{module.OPTIONS}".encode()).hexdigest()
+    assert found["agreement"]["nmse"] <= gate.TOLERANCE["float"]
+    assert found["agreement"]["bit_identical"] and all(found["agreement"]["top1"])
+    assert len(found["commit"]["sha"]) == 40
+    for row in found["rows"]:
+        shown = row["ttft_ms" if row["ms_per_token"] is None else "ms_per_token"]
+        assert found["ms"][row["shape"]] == shown["median"] == median(shown["samples"])
+
+
+def test_where_the_time_goes():
+    for stage in ("cuda", "resident"):
+        for T in (16, 64, 512):
+            ops = record(stage)["kernels"][f"T={T}"]["ops"]
+            assert ops["matmul"]["share"] >= 0.6
+            assert ops["attention"]["share"] < 0.05
+    assert 1000 / record("resident")["ms"]["tg32"] >= 100
+
+
+def test_the_free_that_takes_long_is_the_wait_for_kernels():
+    for T in (16, 512):
+        apart, together = (record("cuda")["api"][f"T={T}{words}"] for words in (", wait apart", ""))
+        assert together["cudaFree"]["ms"] > 0.6 * together["step_ms"]
+        assert apart["cudaFree"]["ms"] < 0.12 * together["cudaFree"]["ms"]
+        assert apart["wait for kernels"]["ms"] == pytest.approx(
+            record("cuda")["kernels"][f"T={T}"]["kernel_ms"], rel=0.3
+        )
+
+
+def test_a_chapters_prediction_holds():
+    """Within 1.3 times, each from the profile of the stage before."""
+    offload, cuda_, resident = map(record, GPU_STAGES)
+    call = sum(cuda_["calls"][what]["median_us"] for what in ("add op (1, 2048)", "cudaMalloc + cudaFree 8192"))
+    launches = sum(op["calls"] for op in cuda_["kernels"]["T=16"]["ops"].values()) + 1  # and the embedding's
+    kernels = offload["kernels"]["T=16"]["kernel_ms"]
+    allocating = sum(cuda_["api"]["T=1"][what]["ms"] for what in ("cudaMalloc", "cudaFree"))
+    pairs = [
+        (launches * call / 1e3 + kernels, cuda_["ms"]["pp16"]),
+        (launches * call / 1e3 + 32 * kernels, cuda_["ms"]["pp512"]),
+        (launches * call / 1e3 + offload["kernels"]["T=1"]["kernel_ms"], cuda_["ms"]["tg32"]),
+        (cuda_["kernels"]["T=16"]["kernel_ms"], resident["ms"]["pp16"]),
+        (cuda_["kernels"]["T=512"]["kernel_ms"], resident["ms"]["pp512"]),
+        (cuda_["ms"]["tg32"] - allocating, resident["ms"]["tg32"]),
+    ]
+    for predicted, measured in pairs:
+        assert max(predicted, measured) <= 1.3 * min(predicted, measured), (predicted, measured)
+
+
+def test_the_sanitizer_found_what_was_planted_and_nothing_else():
+    exits = {(run["tool"], run["run"]): run["exit"] for run in record("sanitizer")["runs"]}
+    clean = {tool for (tool, what), code in exits.items() if what == "clean" and code == 0}
+    assert clean == {"memcheck", "racecheck", "initcheck", "synccheck"}
+    assert exits["memcheck", "planted"] and exits["racecheck", "race"]
+    tests = record("tests")
+    assert (tests["exit"], tests["skipped"]) == (0, 0)
+
+
+@pytest.mark.parametrize("stage", GPU_STAGES)
+def test_a_chapter_quotes_the_code_and_the_records(stage):
+    path = Path(stages.__path__[0]) / f"{stage}.md"
+    text = path.read_text()
+    assert re.findall(r"^## (.*)", text, re.M) == PARTS
+    assert chapters.filled(text, path) == text
+    assert text.count("<!--= ") > 10
+    assert kernel_ladder.figures(text, RECORDS) == text

@@ -289,9 +289,9 @@ def sample(ttft_s, gap_s, n):
     [
         ([sample(0.1, 0.1, 8)], 60, (8, compare.MOST_ROUNDS)),  # cheap: as many as are of use
         ([sample(1, 1, 8)], 60, (8, 7)),  # 8 s, then 52 / 8
-        ([sample(1, 1, 8)], 48, (8, compare.ROUNDS)),
-        ([sample(1, 1, 8)], 47.9, (7, compare.ROUNDS)),  # cut to 7 tokens, so that six runs fit
-        ([sample(1, 1, 8), sample(0.1, 0.1, 8)], 47.9, (7, compare.ROUNDS)),  # the slowest decides
+        ([sample(1, 1, 8)], 56, (8, compare.ROUNDS)),
+        ([sample(1, 1, 8)], 55.9, (7, compare.ROUNDS)),  # cut to 7 tokens, so that seven runs fit
+        ([sample(1, 1, 8), sample(0.1, 0.1, 8)], 55.9, (7, compare.ROUNDS)),  # the slowest decides
         ([sample(0.1, 0.1, 2), sample(0.1, 0.1, 8)], 60, (2, compare.MOST_ROUNDS)),  # the shortest decides
         ([sample(10, 1, 8)], 60, (1, 5)),  # 17 s, then 43 / 10
         ([sample(50, 50, 2)], 60, (1, 1)),  # one run is over the budget already

@@ -26,6 +26,11 @@ def measured(**changes):
         page_ns=((16, 2.0), (32, 2.1), (64, 2.0), (128, 9.0), (256, 9.0)),
         stride_ns=((64, 64, 1.0),),
         fp_add_ns=0.5,
+        fetch_ns=((1, 64, 0.4), (1, 4096, 0.2), (8, 64, 0.8), (8, 4096, 0.2)),
+        tile_ns=((KB, 0.02), (MB, 0.04)),
+        dot_ns=((32, KB, 0.04), (32, MB, 0.08), (256, KB, 0.03), (256, MB, 0.06)),
+        dot_chain_ns=((32, 0.4), (256, 0.1)),
+        unpack_ns={"Q4_0": 0.07},
         walks=(Walk(64, 576, 1536, 2.0, 1.0),),
         **changes,
     )
@@ -99,6 +104,17 @@ def test_readings_come_from_the_curve_of_as_many_cores():
     assert m.read(1, threads=2) == 200.0
 
 
+def test_rates_of_lanes_depend_on_where_their_operands_live():
+    m = measured()
+    assert [m.tile(n) for n in (1, KB, MB)] == pytest.approx([0.02, 0.02, 0.04])
+    assert m.dot(32, 100, KB) == 0.04 and m.dot(256, 100, MB) == pytest.approx(0.06)
+    assert m.dot(32, 1, KB) == 0.4 and m.dot(32, 4, KB) == pytest.approx(0.1)  # a lone row waits for its own sums
+    assert m.dot(64, 100, KB) == 0.04 and m.dot(5632, 100, KB) == 0.03  # the nearest length that was measured
+    assert [m.fetch(T, 64, MB) for T in (1, 8, 99)] == pytest.approx([0.4, 0.8, 0.8])
+    assert m.fetch(8, 4096, MB) == pytest.approx(0.2)
+    assert m.fetch(1, 64, 16 * KB) == pytest.approx(0.2)  # L1 reads twice as fast as the last point
+
+
 def test_the_knee_is_where_pages_cost_more_than_their_lines():
     assert measured().tlb_pages == 64
     flat = replace(measured(), page_ns=tuple((n, 2.0) for n in machine.PAGES))
@@ -132,6 +148,28 @@ def test_what_was_measured_is_kept_and_only_missing_walks_are_measured(tmp_path,
     assert machine.measure(force=True) == first and asked[-1] == "all"
     machine.store().write_text('{"name": ')  # cut short
     assert machine.measure() == first and asked[-2:] == ["all", "all"]
+
+
+def test_a_doubted_machine_is_measured_once_more_and_keeps_its_higher_roofs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LESSON_CACHE", str(tmp_path))
+    asked = []
+
+    def roofs(buffer, threads):
+        asked.append(threads)
+        higher = {"read_gbs": ((16 * KB, 90.0), (MB, 70.0)), "fma_gflops": 9.0, "fma_all_gflops": 7.0}
+        return {**higher, "read_all_gbs": ((16 * KB, 1.0),), "int8_gops": None, "fp_add_ns": 9.0}
+
+    monkeypatch.setattr(machine, "make_buffer", lambda: None)
+    monkeypatch.setattr(machine, "roofs", roofs)
+    first = measured(fma_gflops=5.0, fma_all_gflops=8.0)
+    assert machine.doubted(first) == first and not asked  # nothing is stored
+    machine.save(first, machine.store())
+    other = replace(first, stride_ns=((64, 64, 2.0),))
+    assert machine.doubted(other) == other and not asked
+    raised = machine.doubted(first)
+    want = {"read_gbs": ((16 * KB, 100.0), (MB, 70.0)), "fma_gflops": 9.0, "fma_all_gflops": 8.0}
+    assert raised == replace(first, **want) and len(asked) == 1
+    assert machine.stored() == machine.doubted(first) == raised and len(asked) == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
@@ -199,6 +237,65 @@ def test_walks_are_measured_at_every_shape(monkeypatch):
     assert cut.lines == 400 and cut.warm_ns > 0
 
 
+def test_tiles_are_products_of_matrices():
+    rng = np.random.default_rng(0)
+    x, w = rng.random((3, 16), np.float32), rng.random((16, 32), np.float32)
+    out = np.zeros((3, 32), np.float32)
+    machine.tile_columns(x, w, out, 2)
+    assert out == pytest.approx(2 * x @ w, rel=1e-5)
+
+
+@pytest.mark.parametrize("length", machine.DOT_LENGTHS)
+def test_dots_are_sums_over_lanes(length):
+    rng = np.random.default_rng(0)
+    x, block = rng.random((3, 2 * length), np.float32), rng.random(length, np.float32)
+    sums, out = np.zeros((3, 16), np.float32), np.zeros(3, np.float32)
+    machine.dot_blocks(x, block, sums, 2)
+    machine.row_ends(sums, out, 5)
+    assert out == pytest.approx(2 * x @ np.tile(block, 2), rel=1e-5) and not sums.any()
+
+
+def test_every_block_is_unpacked_and_nothing_beyond():
+    kind = machine.TYPES["Q8_0"]
+    raw = np.zeros(3 * kind.bytes + 5, np.uint8)
+    raw[2 * kind.bytes : 2 * kind.bytes + 2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    raw[2 * kind.bytes + 2 : 3 * kind.bytes] = 4
+    out = np.zeros(32, np.float32)
+    machine.unpack_blocks(kind.id, raw, kind.bytes, out, 1)
+    assert (out == 2).all()  # the third block, unpacked last
+
+
+def test_arrays_start_where_numba_may_start_one():
+    assert 0 in machine.starts() and all(16 <= at < machine.LINE for at in list(machine.starts())[1:])
+    for at in machine.starts():
+        a = machine.array((3, 5), at)
+        assert a.shape == (3, 5) and a.ctypes.data % machine.LINE == at and (a == np.float32(1e-3)).all()
+        a, b = machine.neighbours([(3, 5), (16,)], at)
+        assert (b.ctypes.data - at) % machine.LINE == 0 and 0 <= b.ctypes.data - a.ctypes.data - a.nbytes < machine.LINE
+
+
+def test_lane_rates_know_every_type_and_reach(monkeypatch):
+    monkeypatch.setattr(machine, "ROUNDS", 1)
+    monkeypatch.setattr(machine, "REACHES", (24 * KB, 48 * KB))
+    monkeypatch.setattr(machine, "FETCHED", (192, 768))
+    rates = machine.lane_rates(np.ones(8 * MB // 4, np.float32))
+    assert rates["unpack_ns"].keys() == set(machine.UNPACKED)
+    assert [n for n, _ in rates["tile_ns"]] == [24 * KB, 48 * KB]
+    assert [p[:2] for p in rates["dot_ns"]] == [(n, r) for n in machine.DOT_LENGTHS for r in (24 * KB, 48 * KB)]
+    assert [p[:2] for p in rates["fetch_ns"]] == [(t, 4 * n) for t in (1, machine.TOKENS) for n in (192, 768)]
+    times = [p[-1] for key in ("tile_ns", "dot_ns", "dot_chain_ns") for p in rates[key]]
+    assert all(0 < ns < 1e6 for ns in (*times, rates["exp_ns"], rates["row_end_ns"], *rates["unpack_ns"].values()))
+    machine.Machine.from_json(json.loads(json.dumps(replace(measured(), **rates).to_json())))
+
+
+def test_the_best_8_bit_instruction_is_the_first_that_the_cpu_has(monkeypatch):
+    for has, want in (({"avx2": True, "avxvnni": True, "avx512vnni": False}, "avxvnni"), ({"avx2": True}, "avx2")):
+        monkeypatch.setattr(machine.llvm, "get_host_cpu_features", lambda has=has: has)
+        assert machine.int8_instruction.__wrapped__().feature == want
+    monkeypatch.setattr(machine.llvm, "get_host_cpu_features", dict)
+    assert machine.int8_instruction.__wrapped__() is None
+
+
 def test_curves_have_every_point_the_buffer_holds(monkeypatch):
     monkeypatch.setattr(machine, "ROUNDS", 1)
     monkeypatch.setattr(machine, "PAGES", (16, 32))
@@ -222,7 +319,9 @@ machine.scalar_multiply_add(a, 2)
 machine.add_chain(2, np.float32(1))
 machine.walk_columns(a, a.reshape(64, 64), a, 0, 4, 1)
 machine.walk_rows(a, a.reshape(64, 64), a, 1, 4, 0, 4, 1)
-names = ("read", "fma", "scalar_multiply_add", "add_chain", "walk_columns", "walk_rows")
+machine.tile_columns(a[:24].reshape(3, 8), a[:256].reshape(8, 32), a[:96].reshape(3, 32), 1)
+machine.dot_blocks(a[:96].reshape(3, 32), a[:32], a[:48].reshape(3, 16), 1)
+names = ("read", "fma", "scalar_multiply_add", "add_chain", "walk_columns", "walk_rows", "tile_columns", "dot_blocks")
 print(json.dumps({n: "".join(getattr(machine, n).inspect_asm().values()) for n in names}))
 """
 
@@ -242,6 +341,8 @@ def test_packed_benchmarks_are_packed(assembly):
     """x86 names packed adds addps; AArch64 writes them with .4s."""
     assert re.search(r"addps|fadd\s+v\d+\.4s", assembly["read"])
     assert len(re.findall(r"(?:vfmadd\d+|mul)ps|fmla\s+v\d+\.4s", assembly["fma"])) >= machine.FMA_CHAINS
+    for name in ("tile_columns", "dot_blocks"):
+        assert re.search(r"(?:vfmadd\d+|mul)ps|fmla\s+v\d+\.4s", assembly[name]), name
 
 
 def test_scalar_benchmarks_are_scalar(assembly):

@@ -36,6 +36,14 @@ MACHINE = Machine(
     fma_all_gflops=190.0,
     int8_gops=300.0,
     call_us=0.5,
+    exp_ns=5.0,
+    # A row costs the same to fetch at any length, and what is in L1 as much as what is not.
+    fetch_ns=((1, 1024, 0.2), (8, 1024, 0.4)),
+    tile_ns=((16 * KB, 0.02), (MB, 0.08)),
+    dot_ns=((32, 16 * KB, 0.05), (256, 16 * KB, 0.03)),
+    dot_chain_ns=((32, 0.2), (256, 0.08)),
+    row_end_ns=2.0,
+    unpack_ns={"F32": 0.01, "Q4_1": 0.1, "Q8_0": 0.07, "Q4_K": 0.09, "Q6_K": 0.08},
 )  # fmt: skip
 SMALL = SimpleNamespace(L=2, D=96, H=3, G=1, hd=32, F=200, V=500)
 BIG = SimpleNamespace(L=2, D=2048, H=32, G=4, hd=64, F=5632, V=32000)
@@ -241,9 +249,9 @@ def test_walks_cost_what_their_level_does():
 
 def test_the_exact_walk_goes_before_the_curve():
     known = replace(MACHINE, walks=(Walk(2048, 2048, 5632, 9.0, 7.0), Walk(64, 2048, 5632, 3.0, 1.5)))
-    assert roofline.MATMUL_MS["naive"](known, 3, 2048, 5632) == pytest.approx(2048 * 5632 * (9.0 + 2 * 7.0) / 1e6)
-    curve = roofline.MATMUL_MS["naive"](MACHINE, 3, 2048, 5632)
-    assert 0 < curve != roofline.MATMUL_MS["naive"](known, 3, 2048, 5632)
+    assert roofline.matmul_ms("naive", known, 3, 2048, 5632) == pytest.approx(2048 * 5632 * (9.0 + 2 * 7.0) / 1e6)
+    curve = roofline.matmul_ms("naive", MACHINE, 3, 2048, 5632)
+    assert 0 < curve != roofline.matmul_ms("naive", known, 3, 2048, 5632)
     assert (2048, 2048, 5632) in roofline.walks(["naive", "tiling"], BIG)
 
 
@@ -279,13 +287,122 @@ def test_an_expectation_follows_from_shape_and_machine():
 def test_a_stage_of_the_readers_own_is_expected_as_the_one_it_starts_from(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text('from stages.tiling import *\nfrom stages.tiling import PREVIOUS, TILE\nPREVIOUS = "tiling"\n')
-    layers = [SimpleNamespace(_asdict=lambda: {n: SimpleNamespace(nbytes=1000) for n in NAMES})] * 2
-    weights = SimpleNamespace(layers=layers, output=SimpleNamespace(nbytes=5000))
+
+    def tensor(nbytes):
+        return SimpleNamespace(nbytes=nbytes, type=SimpleNamespace(name="F32"))
+
+    layers = [SimpleNamespace(_asdict=lambda: {n: tensor(1000) for n in NAMES})] * 2
+    weights = SimpleNamespace(layers=layers, output=tensor(5000))
     job = SimpleNamespace(gguf=SimpleNamespace(config=SMALL, weights=weights), ids=[1, 2, 3], n=4, threads=1)
     known, own = (roofline.expectation(s, job, MACHINE) for s in ("tiling", str(mine)))
     assert known["ttft_ms"] == own["ttft_ms"] > known["bound_ttft_ms"] == own["bound_ttft_ms"] > 0
     assert own["reason"] == f"as tiling: {known['reason']}" and own["stage"] == str(mine)
     assert roofline.sentence(["naive", "tiling"], job, MACHINE) == roofline.why(["naive", "tiling"], SMALL, 3, MACHINE)
+
+
+TYPES = {name: {"Q4_1": 2} for name in ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")} | {
+    "output": {"Q8_0": 1}
+}
+
+
+def test_types_split_matmuls_and_sum_to_the_file():
+    mixed = {**TYPES, "w_v": {"Q4_K": 1, "Q6_K": 1}}
+    every = roofline.matmuls(BIG, mixed)
+    assert [(m.type, m.count) for m in every if m.name == "w_v"] == [("Q4_K", 1), ("Q6_K", 1)]
+    assert len(every) == 9 and sum(m.count for m in every) == 15
+    assert [roofline.block_bytes(m) for m in every if m.name == "w_v"] == [256 * 8 * 144, 256 * 8 * 210]
+    assert {m.type for m in roofline.matmuls(BIG)} == {"F32"}
+
+
+def test_file_types_count_layers():
+    def tensor(name):
+        return SimpleNamespace(type=SimpleNamespace(name=name))
+
+    layers = [SimpleNamespace(_asdict=lambda t=t: {"attn_norm": tensor("F32"), "w_q": tensor(t)}) for t in "AAB"]
+    weights = SimpleNamespace(layers=layers, output=tensor("C"))
+    assert roofline.file_types(weights) == {"output": {"C": 1}, "w_q": {"A": 2, "B": 1}}
+
+
+def test_lanes_fetch_each_weight_once_and_multiply_it_for_each_token():
+    one, many = (roofline.lane_matmul(MACHINE, T, 1000, 1000) for T in (1, 300))
+    assert one == pytest.approx((0.2, 0, 0.02))  # 1e6 weights; a row of out in L1
+    assert many == pytest.approx((0.4, 0, 300 * 0.08))  # 1.2 MB of out
+    near = roofline.lane_matmul(MACHINE, 1, 1000, 1000, held=MB)
+    assert near.memory == pytest.approx(0.2 * 20 / 80)  # a model that L2 holds
+    assert roofline.matmul_ms("kv_cache", MACHINE, 300, 1000, 1000) == pytest.approx(sum(many))
+
+
+def test_a_pass_reads_floats_or_blocks_from_where_they_fit():
+    tiny = SimpleNamespace(L=1, D=64, H=2, G=2, hd=32, F=128, V=256)
+    types = {name: {"Q4_1": 1} for name in TYPES}
+    weights = sum(m.K * m.N for m in roofline.matmuls(tiny))
+    near = replace(MACHINE, read_gbs=((4 * weights - 1, 80.0), (4 * weights, 40.0), (GB, 20.0)))
+    floats, blocks = (roofline.cost_of(s, tiny, 1, near, types).memory for s in ("simd", "quantized"))
+    assert floats == pytest.approx(weights * 0.2 / 2 / 1e6)
+    assert blocks == pytest.approx(weights * 20 / 32 / 80 / 1e6)
+
+
+def test_blocks_are_read_and_unpacked_once_and_multiplied_for_each_token():
+    cost = roofline.block_matmul(MACHINE, 40, 1024, 1000, "Q4_1")
+    weights = 1.024
+    assert cost == pytest.approx((weights * 20 / 32 / 20, weights * 0.1, weights * 40 * (0.05 + 2 / 1024)))
+    alone = roofline.block_matmul(MACHINE, 1, 1024, 1000, "Q6_K")
+    assert alone == pytest.approx((weights * 210 / 256 / 20, weights * 0.08, weights * (0.08 + 2 / 1024)))
+    floats = roofline.block_matmul(MACHINE, 40, 1024, 1000, "F32")  # a row is one block, the longest there is
+    assert floats == pytest.approx((weights * 4 / 20, weights * 0.01, weights * 40 * (0.03 + 2 / 1024)))
+
+
+def test_a_stage_that_keeps_what_it_computed_pays_for_one_row():
+    stored = roofline.float_bytes(BIG)
+    simd, kept = (roofline.expect(s, BIG, stored, 64, 3, MACHINE) for s in ("simd", "kv_cache"))
+    assert kept.ttft_ms == simd.ttft_ms
+    assert kept.ms_per_token < simd.ms_per_token / 10
+    ten, eleven = (sum(roofline.op_times("kv_cache", BIG, 1, S, MACHINE).values()) for S in (65, 66))
+    assert kept.ms_per_token == pytest.approx((ten + eleven) / 2)
+    assert "for a token after it reading weights decides" in kept.reason and ";" not in simd.reason
+
+
+def test_quantized_is_expected_by_the_types_of_its_file():
+    stored = roofline.float_bytes(BIG)
+    short, long = (
+        roofline.expect("quantized", BIG, stored, 9, 2, MACHINE, types={n: {t: 2} for n in TYPES})
+        for t in ("Q4_1", "Q4_K")
+    )
+    assert short.ms_per_token > long.ms_per_token and short.ttft_ms > long.ttft_ms
+    rows = roofline.against_tokens("quantized", BIG, stored, (9,), MACHINE, types={n: {"Q4_K": 2} for n in TYPES})
+    assert rows[0][1] == pytest.approx(long.ttft_ms)
+
+
+def test_other_ops_take_time_by_their_chains_and_functions():
+    times, slow = (roofline.op_times("simd", BIG, 4, 4, m) for m in (MACHINE, replace(MACHINE, exp_ns=10.0)))
+    assert times["attention"] == pytest.approx(10 * 32 * 2 * (64 * 1.0 + 5.0) / 1e6)  # 1 + 2 + 3 + 4 looks
+    assert times["silu"] == pytest.approx(4 * 5632 * 2 * 5.0 / 1e6) and slow["silu"] == pytest.approx(2 * times["silu"])
+    assert times["rms_norm"] == pytest.approx(5 * 4 * 2048 * 2 / 1e6)
+
+
+def test_each_step_has_its_sentence():
+    def why(*stages):
+        return roofline.why(list(stages), BIG, 16, MACHINE, TYPES)
+
+    simd = why("tiling", "simd")
+    assert simd.startswith("Simd should be worth about ") and "`lesson compare tiling simd --shape pp1`" in simd
+    kept = why("simd", "kv_cache")
+    assert "computes 17 rows again" in kept and "reading weights decides" in kept and "-n 1`" in kept
+    short = why("quantized", "kv_cache")
+    assert "later here" in short and "--model tinyllama-shape --layers 2` shows blocks of 256" in short
+    assert why("simd", "kv_cache", "quantized") == f"{kept} {short}"
+    cheap = replace(MACHINE, unpack_ns=dict.fromkeys(MACHINE.unpack_ns, 0.01))
+    long = roofline.why(["kv_cache", "quantized"], BIG, 16, cheap, {name: {"Q4_K": 2} for name in TYPES})
+    assert "sooner here" in long and "`lesson compare kv_cache quantized` shows blocks of 32" in long
+
+
+def test_a_roof_is_doubted_before_the_accounting_is(monkeypatch):
+    w, ms = Work(flops=0, bytes=GB), GB / 30.0 / 1e6
+    raised = replace(MACHINE, read_gbs=((GB, 30.0),))
+    monkeypatch.setattr(roofline, "doubted", lambda machine: raised)
+    assert roofline.plausible(w, ms, MACHINE) == pytest.approx(1.0)
+    with pytest.raises(roofline.AccountingError, match="150%"):
+        roofline.plausible(w, ms / 1.5, MACHINE)
 
 
 NAMES = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
