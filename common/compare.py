@@ -3,6 +3,7 @@
 import math
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -40,6 +41,8 @@ def compare(names: list[str], job: Job, budget_s: float, save: str | None = None
     expected = [roofline.expectation(name, job, here) for name in names]
     print(estimate(names, job, budget_s, expected), file=sys.stderr)
     samples, agreed = take(names, job, budget_s)
+    timed = replace(job, n=min(len(s.output_ids) for taken in samples for s in taken))
+    expected = [roofline.expectation(name, timed, here) for name in names]
     runs = [
         records.run_record(job, *one, here) for one in zip(names, samples, agreed, expected, strict=True)
     ]  # fmt: skip

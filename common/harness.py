@@ -189,7 +189,7 @@ def compile_all(stage, request: Request) -> tuple[float, float]:
             pass
         finished = time.perf_counter()
         spent.append(finished - started)
-    return (spent[0] - spent[1]) * 1e3, finished - loaded
+    return max(0.0, spent[0] - spent[1]) * 1e3, finished - loaded
 
 
 def warm_up(stage, model, request: Request, n: int, guess_s: float) -> None:

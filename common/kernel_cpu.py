@@ -5,7 +5,7 @@ import statistics
 import time
 from pathlib import Path
 
-UNIT = "GFLOP/s", 1e-3  # what a table shows, in TFLOP/s
+UNIT = "GFLOP/s", 1e-3  # what a table shows, and what one is in TFLOP/s
 
 
 def missing() -> None:

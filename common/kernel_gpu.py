@@ -10,7 +10,7 @@ import subprocess
 
 from common.cuda import CUDAError, Program, processors
 
-UNIT = "TFLOP/s", 1.0  # what a table shows, and by how much it exceeds a TFLOP/s
+UNIT = "TFLOP/s", 1.0  # what a table shows, and what one is in TFLOP/s
 FLUSH = 1 << 29  # bytes written between two timings: eight times the L2 of an H200, and 0.1 ms for the host to queue
 
 # The fewest instructions that keep a unit busy: what they reach is the roof of every rung. The tensor probe multiplies

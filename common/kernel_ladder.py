@@ -196,17 +196,20 @@ def too_slow(rungs, rows: list[dict], shape, limit_ms: float) -> list[str]:
     return [stage for stage in rungs.STAGES if rungs.flops(*shape) / rates.get(stage, math.inf) / 1e9 > limit_ms]
 
 
-def table(rows: list[dict]) -> str:
-    """One line a row: shape, rung, ms, TFLOP/s, GB/s, share of peak, ratio to each baseline and bound, errors."""
+def table(rows: list[dict], unit: tuple[str, float] = ("TFLOP/s", 1.0)) -> str:
+    """One line a row: shape, rung, ms, rate, GB/s, share of peak, ratio to each baseline and bound, errors.
+
+    `unit` is the rate's name and what one of it is in TFLOP/s.
+    """
     others = list(dict.fromkeys(other for row in rows for other in row.get("ratio_to_baseline", {})))
-    lines = ["      M       N       K  type     rung                 ms  TFLOP/s   GB/s  peak  "]
+    lines = ["      M       N       K  type     rung                 ms  @   GB/s  peak  ".replace("@", unit[0])]
     lines[0] += " ".join(f"{other:>6}" for other in others) + "  max error"
     for row in rows:
         m, n, k = row["shape"]
         line = f"{m:7} {n:7} {k:7}  {row['dtype']:8} {row['stage']:12}"
         if "ms" in row:
             peak = f"{row['percent_peak']:4.0f}%" if row["percent_peak"] else "    -"
-            line += f" {row['ms']['median']:10.4f} {row['tflops']:8.2f} {row['gbps']:6.0f} {peak}  "
+            line += f" {row['ms']['median']:10.4f} {row['tflops'] / unit[1]:8.2f} {row['gbps']:6.0f} {peak}  "
             line += " ".join(f"{row['ratio_to_baseline'].get(other, math.nan):6.3f}" for other in others)
             line += f"  {row.get('max_abs', math.nan):9.2e}" + ("  overhead-bound" if row["overhead_bound"] else "")
         else:
@@ -343,7 +346,7 @@ def main(arguments=None) -> int:
     if options.save:
         options.save.mkdir(parents=True, exist_ok=True)
         (options.save / "ladder.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record["rows"]))
+    print(table(record["rows"], device(rungs).UNIT))
     return 5 if any(row.get("right") is False for row in record["odd_shapes"] + record["rows"]) else 0
 
 

@@ -95,7 +95,7 @@ def innermost(asm: str) -> list[str]:
     last = max(i for i, line in enumerate(lines) if FUSED.search(line))
     label = next(line.split(":")[0] for line in reversed(lines[:last]) if re.match(r"\.?L\w+:", line))
     start = lines.index(f"{label}:")
-    end = next(i for i in range(last, len(lines)) if re.search(rf"\b{re.escape(label)}\b", lines[i]))
+    end = next(i for i in range(last, len(lines)) if re.search(rf"{re.escape(label)}\b", lines[i]))
     return lines[start + 1 : end + 1]
 
 
