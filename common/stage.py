@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import math
+import mmap
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -23,6 +25,17 @@ class Model(NamedTuple):
     config: Any  # common.model.Config
     weights: Any  # common.model.Weights, of whatever the stage turned each tensor into
     cache: Any = None  # what is kept between tokens, from the stage that keeps something on
+
+
+def arena(*shape: int) -> np.ndarray:
+    """A float32 array whose pages are taken only when first written, a small page at a time.
+
+    numpy would ask for huge pages: then a layer's first row costs the zeroing of 2 MB.
+    """
+    memory = mmap.mmap(-1, 4 * math.prod(shape))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32).reshape(shape)
 
 
 class Stage(Protocol):

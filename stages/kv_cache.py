@@ -18,7 +18,7 @@ from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, s
 from common.intrinsics import LANES, load_lanes, multiply_add, store_lanes
 from common.jit import njit
 from common.quants import dequantize_transposed
-from common.stage import Model
+from common.stage import Model, arena
 
 PREVIOUS = "simd"
 CHANGES = ("load", "forward", "generate")
@@ -29,7 +29,7 @@ TILE = 8  # rows, one register wide: 8 lines, which an 8-way L1 holds even where
 def load(gguf, context, threads):
     """Unpack every tensor to float32, a matrix as (K, N); make room for context tokens. Nothing here needs threads."""
     config = gguf.config
-    cache = np.empty((config.L, 2, context, config.G, config.hd), np.float32)
+    cache = arena(config.L, 2, context, config.G, config.hd)
     return Model(config, gguf.weights.map(dequantize_transposed), cache)
 
 

@@ -20,7 +20,7 @@ from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, s
 from common.intrinsics import LANES, load_lanes, multiply_add, store_lanes, total
 from common.jit import njit
 from common.quants import dequantize, unpack
-from common.stage import Model
+from common.stage import Model, arena
 
 PREVIOUS = "kv_cache"
 CHANGES = ("load", "matmul", "forward")
@@ -51,7 +51,7 @@ def load(gguf, context, threads):
         return Blocks(*tensor.shape, kind.id, length, length // kind.block * kind.bytes, tensor.raw)
 
     config = gguf.config
-    cache = np.empty((config.L, 2, context, config.G, config.hd), np.float32)
+    cache = arena(config.L, 2, context, config.G, config.hd)
     return Model(config, gguf.weights.map(blocks), cache)
 
 
