@@ -2,12 +2,14 @@
 
 Compiled kernels do not check bounds, so this module is where memory safety is decided: every count, length, dimension
 and offset is compared with the file, as an exact integer, before anything is allocated or viewed. What `read` returns
-can be used without further checks. Format: ggml's docs/gguf.md, versions 2 and 3, little-endian.
+can be used without further checks. Format: ggml's docs/gguf.md, versions 2 and 3, little-endian. The answer takes about
+50 ms at most, and about 0.15 s more for each million strings, which are stepped over one by one.
 
 The map follows the file: truncating or overwriting a file while it is in use crashes or corrupts its reader, and no
 check can prevent that. Replace a model file by renaming a new one over it.
 """
 
+import hashlib
 import math
 import mmap
 import os
@@ -28,6 +30,8 @@ MAX_NAME = 64  # bytes of a tensor's name
 MAX_KEY = 65535  # bytes of a metadata key
 MAX_KEYS = 1 << 20  # bytes of all metadata keys: decoded, one odd character makes text four times as wide
 MAX_DIMS = 4
+MAX_SETTING = 1 << 20  # bytes of a text that are decoded to be judged; chat templates in use have up to 20,000
+MAX_REASON = 400  # characters of an error that are shown; a file's own text may stand in it
 LEAST_PAIR = 14  # bytes: key length 8, key 1, type 4, value 1
 LEAST_TENSOR = 25  # bytes: name length 8, name 1, dimension count 4, type 4, offset 8
 
@@ -43,7 +47,8 @@ class GGUFError(Exception):
 
     def __str__(self) -> str:
         where = "" if self.offset is None else f" (at byte {self.offset})"
-        return f"{printable(self.path)}: {self.reason}{where}"
+        reason = self.reason if len(self.reason) <= MAX_REASON else self.reason[: MAX_REASON - 1] + "…"
+        return f"{printable(self.path)}: {printable(reason)}{where}"
 
 
 class Type(NamedTuple):
@@ -144,6 +149,10 @@ class Strings(Sequence):
     def tolist(self) -> list:
         return list(self)
 
+    def longest(self) -> int:
+        """Bytes of the longest string, 0 where there is none."""
+        return int(np.diff(self.ends, prepend=self.start).max(initial=8)) - 8
+
 
 class Tensor:
     """A weight in the mapped file.
@@ -224,6 +233,13 @@ class Metadata(Mapping):
         value = self.entries[key]
         return decoded(self.data[value]) if isinstance(value, slice) else value
 
+    def setting(self, key: str, default=None):
+        """The value, text cut to MAX_SETTING bytes: no check of a setting lets so much pass, cut or whole."""
+        value = self.entries.get(key, default)
+        if isinstance(value, slice):
+            return decoded(self.data[value.start : min(value.stop, value.start + MAX_SETTING)])
+        return value
+
     def __iter__(self):
         return iter(self.entries)
 
@@ -232,7 +248,7 @@ class Metadata(Mapping):
 
 
 class GGUF(NamedTuple):
-    """A checked file."""
+    """A checked file. What its path names may be another by now; the map is this one for good."""
 
     path: Path
     version: int
@@ -247,6 +263,10 @@ class GGUF(NamedTuple):
     def value_types(self) -> dict:
         """Each metadata value's type in the file: 'u32', 'str', '[f32]', …"""
         return self.metadata.types
+
+    def sha256(self) -> str:
+        """The digest of the mapped bytes; about 1 s a gigabyte."""
+        return hashlib.sha256(self.file).hexdigest()
 
 
 def read(path) -> GGUF:
@@ -433,9 +453,10 @@ def strings_value(cursor: Cursor, count: int, what: str) -> Strings:
 
 
 def checked_alignment(cursor: Cursor, metadata: Metadata) -> int:
-    alignment, kind = metadata.get("general.alignment", ALIGNMENT), metadata.types.get("general.alignment", "u32")
+    kind = metadata.types.get("general.alignment", "u32")
     if kind != "u32":
         cursor.fail(f"general.alignment is of type {kind}; it must be u32")
+    alignment = metadata.get("general.alignment", ALIGNMENT)
     if not 8 <= alignment <= 65536 or alignment & (alignment - 1):
         cursor.fail(f"general.alignment is {alignment}; it must be a power of two, 8 to 65536")
     return alignment

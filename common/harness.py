@@ -270,7 +270,7 @@ def explain(error: Exception, stage: str) -> tuple[str, int]:
     if isinstance(error, StageError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError):
-        return f"{stage} needs more memory than there is: {error}; try fewer layers (--layers)", 1
+        return f"{stage} needs more memory than there is: {error}; try a shorter --context or fewer --layers", 1
     if isinstance(error, FloatingPointError):
         return f"{stage} is wrong: {error}", 5
     path = source_path(stage)

@@ -5,6 +5,7 @@ import random
 import re
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from common import sources
@@ -13,7 +14,8 @@ from common.model import ModelFile, open_model
 
 PROMPT = "Once upon a time, there was a little"
 NEW_TOKENS = 8
-SHAPE = re.compile(r"(?:pp(?P<pp>\d+)(?:\+tg(?P<tg>\d+))?|tg(?P<only>\d+))(?:@d(?P<d>\d+))?")
+SHAPE = re.compile(r"(?:pp(?P<pp>\d{1,9})(?:\+tg(?P<tg>\d{1,9}))?|tg(?P<only>\d{1,9}))(?:@d(?P<d>\d{1,9}))?")
+SHOWN = 60  # characters of a flag's value that an error repeats
 
 
 class UsageError(Exception):
@@ -76,6 +78,16 @@ class Job:
         """The shape by llama-bench's names, 'pp9+tg8'."""
         return f"pp{len(self.ids)}+tg{self.n}"
 
+    @property
+    def room(self) -> int:
+        """How many of the n new tokens the context holds; the last one needs no position of its own."""
+        return min(self.n, self.context - len(self.ids) + 1)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The digest of the model that is mapped, whatever its path names by now."""
+        return self.gguf.gguf.sha256()
+
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids) if self.tokenizer else ""
 
@@ -100,12 +112,19 @@ def prepare(
         gguf = open_model(path, layers)
     except ValueError as error:
         raise UsageError(f"--layers {layers}: {error}") from error
+    if context is not None and context < 1:
+        raise UsageError(f"--context {context}: at least one position is needed")
+    context = context or gguf.config.context
+    if context > gguf.config.context:
+        raise ContextError(f"--context {context}: this model knows {gguf.config.context} positions")
     synthetic = gguf.config.name.endswith("random weights")
     tokenizer, tokenize_ms, stop_ids = None, None, []
     if ids is not None:
         prompt_ids = parse_ids(ids, gguf.config.V)
     elif shape is not None or (prompt is None and synthetic):
-        prompt_ids, n = parse_shape(shape or "pp16", gguf.config.V, n)
+        count, n = shape_counts(shape or "pp16", n)
+        check_fits(count, context, gguf)
+        prompt_ids = random_ids(count, gguf.config.V)
     else:
         prompt_ids = None
     if prompt_ids is None or "tokenizer.ggml.model" in gguf.gguf.metadata:
@@ -118,20 +137,19 @@ def prepare(
         prompt_ids = tokenizer.encode(text)
         tokenize_ms = (time.perf_counter() - started) * 1e3
         stop_ids = sorted(tokenizer.stop_ids)
-    if context is not None and context < 1:
-        raise UsageError(f"--context {context}: at least one position is needed")
-    context = context or gguf.config.context
-    if context > gguf.config.context:
-        raise ContextError(f"--context {context}: this model knows {gguf.config.context} positions")
-    if len(prompt_ids) > context:
-        raise ContextError(
-            f"the prompt is {len(prompt_ids)} tokens and the context holds {context}: shorten it"
-            + ("" if context == gguf.config.context else " or raise --context")
-        )
+    check_fits(len(prompt_ids), context, gguf)
     made_up = synthetic or shape is not None
     return Job(
         path, gguf, prompt_ids, n or NEW_TOKENS, context, threads, tokenizer, tokenize_ms, made_up, stop_ids
     )  # fmt: skip
+
+
+def check_fits(tokens: int, context: int, gguf: ModelFile) -> None:
+    if tokens > context:
+        raise ContextError(
+            f"the prompt is {tokens} tokens and the context holds {context}: shorten it"
+            + ("" if context == gguf.config.context else " or raise --context")
+        )
 
 
 def checked_text(text: str) -> str:
@@ -140,7 +158,7 @@ def checked_text(text: str) -> str:
         raise UsageError("the prompt is empty: give at least one character, or --ids")
     try:
         return os.fsencode(text).decode()  # an argument's bytes, however the locale reads them
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise UsageError(f"the prompt is not valid UTF-8 at byte {error.start}: give it as --ids") from error
 
 
@@ -148,18 +166,24 @@ def parse_ids(text: str, V: int) -> list[int]:
     try:
         ids = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--ids {text!r}: give token ids separated by commas, such as 1,2,3") from error
+        raise UsageError(f"--ids {brief(text)}: give token ids separated by commas, such as 1,2,3") from error
     for i in ids:
         if not 0 <= i < V:
-            raise UsageError(f"--ids: {i} is no token of this model, whose vocabulary is 0 to {V - 1}")
+            raise UsageError(f"--ids: {brief(i)} is no token of this model, whose vocabulary is 0 to {V - 1}")
     return ids
 
 
 def parse_shape(text: str, V: int, n: int | None) -> tuple[list[int], int]:
     """'pp64+tg32@d512' -> random ids of depth + prompt, and the number of new tokens."""
+    count, new = shape_counts(text, n)
+    return random_ids(count, V), new
+
+
+def shape_counts(text: str, n: int | None) -> tuple[int, int]:
+    """'pp64+tg32@d512' -> (576, 32): ids of depth + prompt, new tokens. Raises UsageError."""
     match = SHAPE.fullmatch(text)
     if not match:
-        raise UsageError(f"--shape {text!r}: give it as pp64, tg32, or pp64+tg32@d512")
+        raise UsageError(f"--shape {brief(text)}: give it as pp64, tg32, or pp64+tg32@d512, in up to nine digits each")
     prompt, new, depth = (
         int(found) if found else None for found in (match["pp"], match["tg"] or match["only"], match["d"])
     )
@@ -167,9 +191,18 @@ def parse_shape(text: str, V: int, n: int | None) -> tuple[list[int], int]:
         raise UsageError(f"--shape {text!r}: counts start at 1")
     if n is not None and new is not None and n != new:
         raise UsageError(f"--shape {text!r} and -n {n} disagree: give one of them")
-    total = (prompt or 1) + (depth or 0)
-    draw = random.Random(total)  # the same ids for the same shape, so that runs can be paired
-    return [draw.randrange(V) for _ in range(total)], n or new or 1
+    return (prompt or 1) + (depth or 0), n or new or 1
+
+
+def random_ids(count: int, V: int) -> list[int]:
+    draw = random.Random(count)  # the same ids for the same shape, so that runs can be paired
+    return [draw.randrange(V) for _ in range(count)]
+
+
+def brief(text: str | int) -> str:
+    """A flag's value in an error: quoted where it is text, and cut."""
+    text = repr(text)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def quantization(gguf: ModelFile) -> str:

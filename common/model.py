@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.gguf import GGUF, GGUFError, Strings, Tensor, printable, read, shown
+from common.gguf import GGUF, GGUFError, Tensor, printable, read, shown
 
 # The tensor types common/quants.py unpacks.
 UNPACKED = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"} | {
@@ -22,9 +22,11 @@ ROPE_BASE = 10000.0  # where llama.rope.freq_base is absent, as in the Llama pap
 MAX_FREQUENCY = 1e6  # radians per position; the unscaled first pair has 1
 ROPE_FACTORS = "rope_freqs.weight"
 
-# Keys that change the forward pass in ways the course does not compute, and the values that change nothing.
-REFUSED = {
+# Keys that can change the forward pass in ways the course does not compute, and the values that change nothing.
+ONLY = {
+    "general.type": ("model",),
     "llama.expert_count": (0,),
+    "llama.expert_used_count": (0,),
     "llama.attention.causal": (True,),
     "llama.attention.clamp_kqv": (0.0,),
     "llama.attention.max_alibi_bias": (0.0,),
@@ -33,11 +35,23 @@ REFUSED = {
     "llama.embedding_scale": (0.0, 1.0),
     "llama.final_logit_softcapping": (0.0,),
     "llama.logit_scale": (0.0, 1.0),
+    "llama.pooling_type": (0,),
     "llama.residual_scale": (0.0, 1.0),
     "llama.rope.scaling.attn_factor": (1.0,),
+    "llama.tensor_data_layout": ("reference", "Meta AI original pth"),
     "llama.use_parallel_residual": (False,),
     "split.count": (0, 1),
 }
+# The other keys of this architecture that may be there: what is checked below, then what changes nothing here.
+KNOWN = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window",
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+    "attention.layer_norm_epsilon", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+}  # fmt: skip
+QUANTIZATION = 2  # the version of the block layouts that common/quants.py unpacks
+MAX_MODEL_NAME = 100  # characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +129,10 @@ def open_model(path, layers: int | None = None) -> ModelFile:
     arch = keys.text("general.architecture")
     if arch != "llama":
         keys.fail(f"holds a model of architecture {shown(arch)}; only 'llama' is run")
-    for key, allowed in REFUSED.items():
-        value = gguf.metadata.get(key, allowed[0])
-        if not isinstance(value, (int, float)) or value not in allowed:
-            keys.fail(f"has {key} = {shown(str(value))}, which the course does not compute")
+    check_known(keys)
     numbers = dimensions(keys)
     weights = all_weights(gguf, **numbers)
+    check_quantization(keys, weights)
     config = config_of(keys, weights, **numbers)
     if layers is not None:
         if not 1 <= layers <= config.L:
@@ -128,6 +140,26 @@ def open_model(path, layers: int | None = None) -> ModelFile:
         config = replace(config, L=layers)
         weights = weights._replace(layers=weights.layers[:layers])
     return ModelFile(gguf.path, gguf, config, weights)
+
+
+def check_known(keys: "Keys") -> None:
+    """Every setting of the architecture is one that is computed, or has a value that changes nothing."""
+    metadata = keys.gguf.metadata
+    for key, allowed in ONLY.items():
+        value = metadata.setting(key, allowed[0])
+        if not isinstance(value, (int, float, str)) or value not in allowed:
+            keys.fail(f"has {key} = {shown(str(value))}, which the course does not compute")
+    for key in metadata:
+        if key.startswith("llama.") and key.removeprefix("llama.") not in KNOWN and key not in ONLY:
+            keys.fail(f"has the key {shown(key)}, which the course does not compute")
+
+
+def check_quantization(keys: "Keys", weights: "Weights") -> None:
+    """Blocks of an older layout have the same sizes and would unpack to other weights."""
+    version, types = keys.gguf.metadata.setting("general.quantization_version", QUANTIZATION), set()
+    weights.map(lambda tensor: types.add(tensor.type))
+    if version != QUANTIZATION and any(kind.block > 1 for kind in types):
+        keys.fail(f"has general.quantization_version = {shown(str(version))}; {QUANTIZATION} is unpacked")
 
 
 class Keys:
@@ -140,12 +172,12 @@ class Keys:
         raise GGUFError(self.gguf.path, None, reason)
 
     def get(self, key: str, kind: type, what: str, default):
-        value = self.gguf.metadata.get(key, default)
+        value = self.gguf.metadata.setting(key, default)
         if value is None:
             self.fail(f"lacks the metadata key {key}")
         # A bool is an int to Python, but not to the file.
         if not isinstance(value, kind) or isinstance(value, bool):
-            self.fail(f"has {key} of type {self.gguf.value_types[key]}; it must be {what}")
+            self.fail(f"has {shown(key)} of type {self.gguf.value_types[key]}; it must be {what}")
         return value
 
     def text(self, key: str) -> str:
@@ -164,7 +196,7 @@ class Keys:
         if key not in self.gguf.metadata:
             return None
         value = self.get(key, int, "an integer", None)
-        return value if 0 <= value < V else self.fail(f"has {key} = {value}; the vocabulary has {V} tokens")
+        return value if 0 <= value < V else self.fail(f"has {shown(key)} = {value}; the vocabulary has {V} tokens")
 
 
 def dimensions(keys: Keys) -> dict[str, int]:
@@ -224,19 +256,21 @@ def all_weights(gguf: GGUF, L: int, D: int, H: int, G: int, hd: int, F: int) -> 
 
 def config_of(keys: Keys, weights: Weights, hd: int, **numbers: int) -> Config:
     metadata, V = keys.gguf.metadata, weights.token_embd.shape[0]
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, Strings) and len(tokens) != V:
-        keys.fail(f"has {len(tokens)} tokens but {V} rows of token_embd.weight")
+    check_vocabulary(keys, V)
+    context = keys.integer("llama.context_length")
+    window = keys.get("llama.attention.sliding_window", int, "an integer", 0)
+    if window != 0 and window < context:
+        keys.fail(f"has llama.attention.sliding_window = {window}, less than its context of {context}")
     special = [k.removeprefix("tokenizer.ggml.").removesuffix("_token_id") for k in metadata if k.endswith("_token_id")]
     ids = {name: keys.token(name, V) for name in special}
-    name = metadata.get("general.name")
+    name = metadata.setting("general.name")
     rope_base = keys.real("llama.rope.freq_base", ROPE_BASE)
     return Config(
         arch="llama",
-        name=printable(name if isinstance(name, str) else keys.gguf.path.stem),
+        name=printable((name if isinstance(name, str) else keys.gguf.path.stem)[:MAX_MODEL_NAME]),
         hd=hd,
         V=V,
-        context=keys.integer("llama.context_length"),
+        context=context,
         eps=keys.real("llama.attention.layer_norm_rms_epsilon"),
         rope_base=rope_base,
         rope_freqs=rope_frequencies(keys, rope_base, hd),
@@ -246,6 +280,18 @@ def config_of(keys: Keys, weights: Weights, hd: int, **numbers: int) -> Config:
         file_layers=numbers["L"],
         **numbers,
     )
+
+
+def check_vocabulary(keys: Keys, V: int) -> None:
+    """Where the file says how many tokens there are, it says as many as it has rows for."""
+    metadata, kind = keys.gguf.metadata, keys.gguf.value_types.get("tokenizer.ggml.tokens")
+    if kind not in (None, "[str]"):
+        keys.fail(f"has tokenizer.ggml.tokens of type {kind}; it must be an array of strings")
+    if kind and len(metadata["tokenizer.ggml.tokens"]) != V:
+        keys.fail(f"has {len(metadata['tokenizer.ggml.tokens'])} tokens but {V} rows of token_embd.weight")
+    size = keys.integer("llama.vocab_size", V)
+    if size != V:
+        keys.fail(f"has llama.vocab_size = {size} but {V} rows of token_embd.weight")
 
 
 def rope_frequencies(keys: Keys, base: float, hd: int) -> np.ndarray:  # (hd / 2,)

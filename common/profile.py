@@ -18,7 +18,6 @@ from common import harness, machine, records, roofline, show
 from common.job import Job, quant_mix, quantization
 from common.roofline import Work
 from common.roofs import plain
-from common.sources import sha256_of
 
 ROUNDS = 6  # of which the first warms up
 SECONDS = 6.0  # no further round begins after this
@@ -350,7 +349,7 @@ def heading(name: str, job: Job, here: machine.Machine) -> dict:
         "stage": name,
         "model": {
             "name": config.name,
-            "sha256": sha256_of(job.path),
+            "sha256": job.sha256,
             "quant": quantization(job.gguf),
             "quant_mix": quant_mix(job.gguf),
             "layers": config.L,

@@ -22,7 +22,6 @@ import numpy as np
 from common import gate, harness, machine, records, reference, roofline, show
 from common.compare import progress
 from common.job import Job, UsageError
-from common.sources import sha256_of
 from common.stage import load_stage, source_path
 
 TEXT = Path(__file__).parent / "data" / "tom-sawyer-chapter-1.txt"
@@ -356,7 +355,7 @@ def model_summary(job: Job) -> dict:
     config = job.gguf.config
     return {
         "name": config.name,
-        "sha256": sha256_of(job.path),
+        "sha256": job.sha256,
         "quant": quantization(job.gguf),
         "quant_mix": quant_mix(job.gguf),
         "layers": config.L,

@@ -1,5 +1,6 @@
 """Records: every number shown anywhere comes from one of these JSON files, which names its machine."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,10 +12,10 @@ from common.gate import Agreement
 from common.harness import Sample
 from common.job import Job, quant_mix, quantization
 from common.machine import slug
-from common.sources import sha256_of
 from common.stats import percentiles, summary
 
 SCHEMA = 1  # raised when a key changes its meaning or goes away
+LONGEST = 200  # letters of a file's name; file systems take 255 with what save puts around it
 ROOT = Path(__file__).parent.parent
 
 
@@ -41,7 +42,7 @@ def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | 
         "stage": stage,
         "model": {
             "name": job.gguf.config.name,
-            "sha256": sha256_of(job.path),
+            "sha256": job.sha256,
             "quant": quantization(job.gguf),
             "quant_mix": quant_mix(job.gguf),
             "layers": job.gguf.config.L,
@@ -120,8 +121,13 @@ def save(record: dict, path: Path) -> Path:
     """Write a record whole or not at all. Raises RecordError."""
     writable(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise refused(path.parent, error.strerror) from None
     return path
 
 
@@ -134,7 +140,11 @@ def writable(place: Path) -> Path:
         reason = "it can't be written"
     except OSError as error:
         reason = error.strerror
-    raise RecordError(f"no record can be kept in {place} ({reason}): choose another folder with --save")
+    raise refused(place, reason)
+
+
+def refused(place: Path, reason: str) -> RecordError:
+    return RecordError(f"no record can be kept in {place} ({reason}): choose another folder with --save")
 
 
 def file_name(runs: list[dict]) -> str:
@@ -142,4 +152,4 @@ def file_name(runs: list[dict]) -> str:
     model = runs[0]["model"]
     stages = [Path(r["stage"]).stem for r in runs]
     words = [*stages, model["name"], model["quant"], f"{model['layers']} layers", runs[0]["shape"]]
-    return slug(" ".join(words)) + ".json"
+    return slug(" ".join(words))[:LONGEST] + ".json"

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common import model, quants
-from common.sources import cache_root, sha256_of
+from common.gguf import GGUFError
+from common.sources import cache_root
 
 KEEP = 64  # answers kept on disk; the oldest go first
 
@@ -24,14 +25,20 @@ class Answer(NamedTuple):
 
 
 def logits(gguf: model.ModelFile, ids, rows: int | None = None) -> np.ndarray:  # -> (rows, V) float64
-    """The logits after the last `rows` of ids (all of them by default), each position seeing those before it."""
+    """The logits after the last `rows` of ids (all of them by default), each position seeing those before it.
+
+    Raises GGUFError where the model's own weights give logits that are not finite.
+    """
     ids = [int(i) for i in ids]
-    key = repr((sha256_of(gguf.path), gguf.config.L, ids, rows, source_digest()))
+    key = repr((gguf.gguf.sha256(), gguf.config.L, ids, rows, source_digest()))
     path = cache_root() / "reference" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     try:
         return np.load(path)
     except (OSError, ValueError, EOFError):
-        result = compute(gguf, ids, rows).logits
+        with np.errstate(all="ignore"):  # whatever goes wrong on the way shows in the logits
+            result = compute(gguf, ids, rows).logits
+    if not np.isfinite(result).all():
+        raise GGUFError(gguf.path, None, "has weights that give logits that are not finite")
     keep(path, result)
     return result
 
@@ -92,9 +99,15 @@ def silu(x):
 
 
 def nmse(got, want) -> float:
-    """Sum of squared error over the sum of squares of `want`; infinite where `got` is not finite."""
+    """Sum of squared error over the sum of squares of `want`; infinite where `got` is not finite.
+
+    Against zeros alone, zeros are right (0) and anything else is infinitely wrong.
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    error = float(np.sum((got - want) ** 2) / np.sum(want**2))
+    if not want.any():
+        return float("inf") if got.any() else 0.0
+    with np.errstate(all="ignore"):
+        error = float(np.sum((got - want) ** 2) / np.sum(want**2))
     return error if np.isfinite(error) else float("inf")
 
 

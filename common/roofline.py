@@ -22,6 +22,7 @@ SLACK = 1.05  # a measured bandwidth is itself a measurement; beyond this the ac
 NEAR_CHAIN = 1.5  # up to this many times the addition's latency, the chain of additions decides
 SAME = 1.1  # an expected ratio closer to 1 is none
 WORTH = 1.8  # an expected ratio above this is a gain that nobody will miss
+SAMPLES = 1024  # tokens of a long text whose times are summed, so that a million asked for cost no minute
 
 
 class AccountingError(Exception):
@@ -449,7 +450,8 @@ def expect(
     def bound(new: int, seen: int) -> float:
         return bound_ms(total(work(config, new, seen, weight_bytes)), machine, threads)
 
-    later = range(T + 1, T + n)
+    step = n // SAMPLES + 1
+    later = range(T + 1 + step // 2, T + n, step)  # the middle of each step: what a token takes grows nearly in line
     ops = op_times(stage, config, T, T, machine, types)
     return Expectation(
         stage=stage,
@@ -529,7 +531,8 @@ def expectation(stage: str, job, machine: Machine) -> dict:
     known = modelled(stage)
     weights = job.gguf.weights
     found = expect(
-        *(known, job.gguf.config, file_bytes(weights), len(job.ids), job.n, machine, job.threads), file_types(weights)
+        *(known, job.gguf.config, file_bytes(weights), len(job.ids), job.room, machine, job.threads),
+        file_types(weights),
     )
     if known != stage:
         found = replace(found, stage=stage, reason=f"as {known}: {found.reason}")

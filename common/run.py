@@ -13,6 +13,7 @@ from rich.text import Text
 
 from common import gate, harness, machine, records, reference, roofline
 from common.job import Job
+from common.show import safe
 from common.stage import source_path
 
 
@@ -34,12 +35,22 @@ def run(
         rows_file = str(Path(scratch) / "rows.npy")
         request = job.request(name, budget_s=budget_s, rows_file=rows_file, logits_file=save_logits)
         with Stream(job, expected, quiet) as stream:
-            sample = harness.run(request, stream.token)
+            sample = answered(job, request, stream)
         agreed = check(name, job, sample, rows_file)
     expected = roofline.expectation(name, replace(job, n=len(sample.output_ids)), here)
     record = records.run_record(job, name, [sample], agreed, expected, here)
     records.save(record, folder / here.slug / "run" / records.file_name([record]))
     return record
+
+
+def answered(job: Job, request: harness.Request, stream: "Stream") -> harness.Sample:
+    """A run. Raises GGUFError rather than RunError where the model itself gives logits that are not finite."""
+    try:
+        return harness.run(request, stream.token)
+    except harness.RunError as error:
+        if error.exit_code == WrongError.exit_code:
+            reference.logits(job.gguf, job.ids, rows=1)
+        raise
 
 
 def check(name: str, job: Job, sample: harness.Sample, rows_file: str) -> gate.Agreement:
@@ -93,8 +104,8 @@ class Stream:
         if not self.times:
             expected = f", about {self.expected_ms / 1e3:.0f} s expected after loading" if self.expected_ms else ""
             return Text(f"loading and first token: {spent:.0f} s{expected}")
-        left = (self.job.n - len(self.times)) * fmean(self.times[-3:]) / 1e3
-        return Text(f"token {len(self.times)} of {self.job.n}, about {left:.0f} s left")
+        left = (self.job.room - len(self.times)) * fmean(self.times[-3:]) / 1e3
+        return Text(f"token {len(self.times)} of {self.job.room}, about {left:.0f} s left")
 
 
 def terminal() -> bool:
@@ -102,7 +113,7 @@ def terminal() -> bool:
 
 
 def write(text: str) -> None:
-    """Model text, to stdout as it is: never markup, and no character the terminal can't show ends the run."""
+    """Model text, to stdout: never markup, never a command, and no character the terminal can't show ends the run."""
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.write(safe(text).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

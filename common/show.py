@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from common import diff
 from common.stage import code_path
 
 WIDTH = 80
+HEIGHT = 25  # of no consequence, but given both, the console asks the environment for neither
+LEAST_WIDTH = 20  # a table narrower than this holds no number
 TINT = {"-": "on #3a1f1f", "+": "on #1f3a25"}  # behind a line that goes, that comes
+# Control characters but newline and tab, and the marks that turn the direction of text; emoji joiners stay.
+UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 STYLES = {"faster": "green", "slower": "red", "no measurable change": "yellow", "too few runs": "yellow"}
 
 
@@ -27,8 +32,19 @@ class Page(Console):
 
 def console() -> Console:
     """stdout: 80 columns where it is a pipe, the terminal's own width otherwise; markup in text means nothing."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", WIDTH))
-    return Page(width=width, markup=False, highlight=False, emoji=False)
+    asked = os.environ.get("COLUMNS")
+    width = None if asked is None and sys.stdout.isatty() else columns(asked)
+    height = None if width is None else HEIGHT
+    return Page(width=width, height=height, markup=False, highlight=False, emoji=False)
+
+
+def columns(asked: str | None) -> int:
+    """The width that COLUMNS asks for, WIDTH where it is no number above 0."""
+    try:
+        width = int(asked or WIDTH)
+    except ValueError:
+        return WIDTH
+    return max(LEAST_WIDTH, width) if width > 0 else WIDTH
 
 
 def heading(text: str) -> Text:
@@ -48,9 +64,14 @@ def paragraph(label: str, text: str) -> Table:
     return laid
 
 
+def safe(text: str) -> str:
+    """Model text that can't act on a terminal: each unsafe character becomes its escape."""
+    return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def quote(text: str) -> Text:
     """What the model wrote."""
-    return Text.assemble(("text: ", "dim"), " ".join(text.split("\n")))
+    return Text.assemble(("text: ", "dim"), " ".join(safe(text).split("\n")))
 
 
 def spread(summary: dict) -> str:

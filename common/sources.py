@@ -73,15 +73,19 @@ def resolve(spec: str | os.PathLike | None = None) -> Path:
     """
     spec = chosen(spec)
     path = locate(spec)
-    if spec in PULLED and not PULLED[spec].whole():
+    with _reachable(path):
+        missing = spec in PULLED and not PULLED[spec].whole() or spec in SHAPED and not path.is_file()
+    if missing and spec in PULLED:
         return pull(spec)
-    if spec in SHAPED and not path.is_file():
+    if missing:
         _synthesize(spec, path)
     return path
 
 
 def chosen(spec: str | os.PathLike | None) -> str:
-    """The name or path that a flag, LESSON_MODEL and the default amount to, in that order."""
+    """The name or path that a flag, LESSON_MODEL and the default amount to, in that order. Raises SourceError."""
+    if spec == "":
+        raise SourceError(f"--model is empty: give it the path of a GGUF file, or one of {', '.join(PULLED)}", USAGE)
     return os.fspath(spec or os.environ.get("LESSON_MODEL") or DEFAULT)
 
 
@@ -91,13 +95,27 @@ def locate(spec: str) -> Path:
         return PULLED[spec].path
     if spec in SHAPED:
         return _shape_path(spec, RECIPE)
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return path
-    if not path.exists() and path.name == spec and not path.suffix:
+    with _reachable(spec):
+        path = Path(spec).expanduser()
+        if path.is_file():
+            return path
+        there, folder = path.exists(), path.is_dir()
+    if not there and path.name == spec and not path.suffix:
         raise SourceError(f"{_unknown(spec, [*PULLED, *SHAPED])} (a file is given as ./{spec})", USAGE)
-    why = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+    why = "is a folder" if folder else "is no file" if there else "does not exist"
     raise SourceError(f"{path} {why}: give --model the path of a GGUF file, or one of {', '.join(PULLED)}", BAD_FILE)
+
+
+@contextlib.contextmanager
+def _reachable(path: Path | str) -> Iterator[None]:
+    """A path that can't even be looked up (too long, no such user, a folder that is closed to us) is a SourceError."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        shown = str(path) if len(str(path)) <= 100 else f"{str(path)[:99]}…"
+        why = getattr(error, "strerror", None) or error
+        reason = f"{shown!r} can't be looked up ({why}): give --model the path of a GGUF file"
+        raise SourceError(reason, BAD_FILE) from None
 
 
 def pull(name: str) -> Path:

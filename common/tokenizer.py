@@ -11,6 +11,7 @@ from numbers import Integral
 import regex
 
 from common import template
+from common.gguf import printable
 from common.vocabulary import MODELS, Kind, Metadata
 
 CACHE_WORDS = 1 << 16  # words whose ids are remembered; English text repeats nearly all of its words
@@ -36,9 +37,12 @@ class Tokenizer:
         if name not in MODELS:
             named = f"a tokenizer of type {name[:80]!r}" if name else "no tokenizer (tokenizer.ggml.model)"
             metadata.fail(f"has {named}; known are {', '.join(MODELS)}")
+        # All that can be told from counts comes before a million tokens are decoded.
+        self.size = len(metadata.view("ggml.tokens", str))
+        self.kinds = metadata.array("ggml.token_type", int, self.size)
+        for key in MODELS[name].per_token:
+            metadata.view(key, float, self.size)
         self.texts = metadata.array("ggml.tokens", str)
-        self.kinds = metadata.array("ggml.token_type", int, len(self.texts))
-        self.size = len(self.texts)
         every: dict[str, int] = {}
         for i, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True)):
             if every.setdefault(text, i) != i:
@@ -141,7 +145,7 @@ class Tokenizer:
         try:
             text = template.render(self.template, variables)
         except template.TemplateFailure as failure:
-            raise TokenizerError(f"The model's chat template failed: {failure}.") from None
+            raise TokenizerError(f"The model's chat template failed: {printable(str(failure))}.") from None
         found = self.ids(part if isinstance(part, int) else part.replace(mark, "") for part in self.cut(text))
         return [self.bos] * (self.add_bos and found[:1] != [self.bos]) + found
 

@@ -5,13 +5,14 @@ Both do the same thing: start from single characters and join the best neighbour
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from numbers import Integral
 
+import numpy as np
 import regex
 
-from common.gguf import GGUFError
+from common.gguf import GGUFError, Strings
 
 SPACE = "\u2581"  # how SentencePiece writes a space: ▁
 
@@ -30,6 +31,8 @@ WORDS = {
 }
 WHOLE_WORDS = {"llama-bpe"}  # a word that is itself a piece takes no merges
 ADDS_BOS = {"llama-bpe"}  # where the file doesn't say
+MAX_PIECE = 1 << 14  # bytes of a token or of a merge; those in use have up to a few hundred
+ITEMS = {"i": int, "u": int, "f": float}  # by numpy's kind
 
 
 class Kind(IntEnum):
@@ -53,27 +56,35 @@ class Metadata:
         raise GGUFError(self.path, None, reason)
 
     def get(self, key: str, kind: type, default=None):
-        value = self.values.get(f"tokenizer.{key}")
+        value = self.values.setting(f"tokenizer.{key}")
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is Integral and isinstance(value, bool)):
             self.fail(f"tokenizer.{key} has the wrong type ({type(value).__name__})")
         return value
 
-    def array(self, key: str, of: type, length: int | None = None) -> list:
-        """A list of str, int or float, of `length` where one is given."""
-        value = self.values.get(f"tokenizer.{key}")
+    def view(self, key: str, of: type, length: int | None = None) -> Strings | np.ndarray:
+        """An array of str, int or float in the file, of `length` where one is given; no item is decoded yet."""
+        value = self.values.setting(f"tokenizer.{key}")
         if value is None:
             self.fail(f"tokenizer.{key} is missing")
-        if isinstance(value, str | bytes) or not (isinstance(value, Sequence) or hasattr(value, "tolist")):
+        if not isinstance(value, Strings | np.ndarray):
             self.fail(f"tokenizer.{key} is not an array")
-        items = value.tolist() if hasattr(value, "tolist") else list(value)
-        for i, item in enumerate(items):
-            if type(item) is not of:
-                what = "is not valid UTF-8" if isinstance(item, bytes) and of is str else f"is not {of.__name__}"
-                self.fail(f"tokenizer.{key}: entry {i} {what}")
-        if length is not None and len(items) != length:
-            self.fail(f"tokenizer.{key} has {len(items)} entries, but there are {length} tokens")
+        found = str if isinstance(value, Strings) else ITEMS.get(value.dtype.kind)
+        if found is not of:
+            self.fail(f"tokenizer.{key} is not an array of {of.__name__}")
+        if length is not None and len(value) != length:
+            self.fail(f"tokenizer.{key} has {len(value)} entries, but there are {length} tokens")
+        if found is str and value.longest() > MAX_PIECE:
+            self.fail(f"tokenizer.{key} holds a text of {value.longest()} bytes; {MAX_PIECE} is the limit")
+        return value
+
+    def array(self, key: str, of: type, length: int | None = None) -> list:
+        """The items of `view`."""
+        items = self.view(key, of, length).tolist()
+        if of is str and bytes in set(map(type, items)):
+            i = next(i for i, item in enumerate(items) if isinstance(item, bytes))
+            self.fail(f"tokenizer.{key}: entry {i} is not valid UTF-8")
         return items
 
 
@@ -111,6 +122,7 @@ class BytePairs:
     """`gpt2`: text is UTF-8 bytes, each written as a printable character; merges are listed, best first."""
 
     spaced = False  # no space is put before a text
+    per_token = ()
 
     def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
         pre = metadata.get("ggml.pre", str)
@@ -157,6 +169,7 @@ class SentencePieces:
     """`llama`: text is characters, a space written as ▁; the pair whose joined piece scores best is joined first."""
 
     adds_bos = True
+    per_token = ("ggml.scores",)  # arrays of one number a token
 
     def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
         self.ids = ids

@@ -1,13 +1,15 @@
 """What several test files need: stages in temporary copies, and the command line as a process."""
 
 import os
+import struct
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import numpy as np
 
-from common.gguf import TYPES
+from common.gguf import TYPES, Strings
 
 ROOT = Path(__file__).parent.parent
 CLI = [sys.executable, str(ROOT / "cli.py")]
@@ -21,6 +23,23 @@ def weight(stage, array):  # (K, N) float32
     K, N = array.shape
     raw = np.ascontiguousarray(array.T).reshape(-1).view(np.uint8)  # a row of float32 is one block
     return stage.Blocks(N, K, TYPES["F32"].id, K, 4 * K, raw), exact
+
+
+class Settings(dict):
+    """Metadata as a file gives it, from plain values: a list of text lies as strings do, another as an array."""
+
+    setting = dict.get
+
+    def __init__(self, items):
+        super().__init__({key: laid_out(value) if isinstance(value, list) else value for key, value in items.items()})
+
+
+def laid_out(items: list) -> Strings | np.ndarray:
+    if not all(isinstance(item, str | bytes) for item in items):
+        return np.array(items)
+    texts = [item.encode() if isinstance(item, str) else item for item in items]
+    ends = np.cumsum([8 + len(text) for text in texts], dtype=np.int64)
+    return Strings(b"".join(struct.pack("<Q", len(text)) + text for text in texts), 0, array("q", ends.tolist()))
 
 
 def copy_of(stage: str, folder: Path, *edits: tuple[str, str], name: str = "mine.py") -> Path:

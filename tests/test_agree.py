@@ -1,15 +1,18 @@
 """Every stage against the oracle, and both against golden logits of a real model."""
 
 import json
+import os
+import shutil
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common import gate, reference
-from common.gguf import read
+from common import gate, reference, synth
+from common.gguf import GGUFError, read
 from common.model import open_model
 from common.stage import LADDER, load_stage
 from common.tokenizer import Tokenizer
@@ -165,6 +168,24 @@ def test_the_oracle_keeps_answers_and_knows_when_they_are_old(tiny, monkeypatch,
     assert len(list((tmp_path / "reference").glob("*.npy"))) == 4
 
 
+def test_the_oracle_keeps_answers_of_the_model_it_computed_from(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("LESSON_CACHE", str(tmp_path / "cache"))
+    path = synth.synth("tiny", "q4_k_m", tmp_path / "a.gguf", seed=1)
+    older = open_model(path)
+    os.replace(shutil.copy(tiny, tmp_path / "b.gguf"), path)
+    assert not np.array_equal(reference.logits(older, IDS), reference.logits(open_model(path), IDS))
+    assert np.array_equal(reference.logits(open_model(path), IDS), reference.compute(open_model(tiny), IDS).logits)
+
+
+def test_weights_that_give_no_finite_logits_are_the_files_fault(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("LESSON_CACHE", str(tmp_path))
+    gguf = open_model(tiny)
+    nowhere = gguf._replace(config=replace(gguf.config, rope_freqs=gguf.config.rope_freqs * np.nan))
+    with pytest.raises(GGUFError, match="weights that give logits that are not finite"):
+        reference.logits(nowhere, IDS)
+    assert not list(tmp_path.rglob("*.npy"))
+
+
 def test_the_oracle_without_a_cache(tiny, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LESSON_CACHE", str(tmp_path / "file" / "cache"))
@@ -172,13 +193,16 @@ def test_the_oracle_without_a_cache(tiny, monkeypatch, tmp_path):
     assert np.array_equal(reference.logits(gguf, IDS), reference.compute(gguf, IDS).logits)
 
 
-@pytest.mark.parametrize(("got", "want", "error"), [([1, 2], [1, 2], 0), ([1, 3], [1, 2], 0.2), ([0, 0], [3, 4], 1)])
+@pytest.mark.parametrize(
+    ("got", "want", "error"), [([1, 2], [1, 2], 0), ([1, 3], [1, 2], 0.2), ([0, 0], [3, 4], 1), ([0, 0], [0, 0], 0)]
+)
 def test_nmse(got, want, error):
     assert reference.nmse(got, want) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nmse_of_what_is_not_finite_is_infinite(bad):
-    assert reference.nmse([1, bad], [1, 2]) == np.inf
-    with np.errstate(invalid="ignore"):
-        assert reference.nmse([0, 0], [0, 0]) == np.inf  # nothing to compare with passes no gate
+    with np.errstate(all="raise"):  # and says nothing of it
+        assert reference.nmse([1, bad], [1, 2]) == np.inf
+        assert reference.nmse([1, bad], [1, bad]) == np.inf
+        assert reference.nmse([0, bad], [0, 0]) == reference.nmse([0, 1e-9], [0, 0]) == np.inf

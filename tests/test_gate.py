@@ -11,6 +11,7 @@ from common.machine import identify
 from common.model import open_model
 from common.stage import load_stage
 from tests.helpers import copy_of, lesson, one_sentence
+from tests.test_model import llama
 
 IDS = [1, 17, 300, 511, 42, 8]
 NEW = 3
@@ -159,6 +160,14 @@ def test_run_shows_no_time_where_a_logit_is_not_finite(tiny, tmp_path):
     done = lesson("run", "./mine.py", "-m", tiny, "--ids", "1,2", "-n", 2, "--json", cwd=tmp_path)
     assert done.returncode == 5
     assert "not finite" in one_sentence(done)
+
+
+def test_a_model_that_is_not_finite_is_not_the_stages_fault(tmp_path):
+    data = {"output.weight": b"\xff" * (10 * 64 // 32 * 34)}  # Q8_0 blocks whose scale is NaN
+    path = llama(tmp_path / "a.gguf", {"tokenizer.ggml.model": None}, data=data)
+    done = lesson("run", "tiling", "-m", path, "--ids", "1,2", "-n", 2, "--json", "--save", tmp_path)
+    assert done.returncode == 3
+    assert "weights that give logits that are not finite" in one_sentence(done)
 
 
 def test_compare_shows_no_time_beside_a_broken_stage(tiny, tmp_path):

@@ -1,5 +1,6 @@
 """The memory-safety boundary: a file is either refused with a GGUFError, or every view of it lies inside the map."""
 
+import hashlib
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from common import inspect
-from common.gguf import MAX_HEADER, MAX_ITEMS, MAX_STRINGS, TYPES, VALUE_TYPES, GGUFError, read
+from common.gguf import MAX_HEADER, MAX_ITEMS, MAX_SETTING, MAX_STRINGS, TYPES, VALUE_TYPES, GGUFError, read
 from common.gguf_writer import write
 from common.model import open_model
 from tests.test_model import llama, tensor
@@ -281,6 +282,45 @@ def test_names_in_errors_are_safe_for_a_terminal_and_short(file):
     assert "\x1b" not in message
     assert "\n" not in message
     assert len(message) < 300
+
+
+def test_a_reason_is_safe_for_a_terminal_and_cut():
+    told = str(GGUFError("a.gguf", 7, "\x1b[2J\n" + "k" * 60_000))
+    assert told.isprintable()
+    assert len(told) < 500
+    assert told.endswith("(at byte 7)")
+
+
+@pytest.mark.parametrize("value", [text("\U0001f600" + "a" * 20_000_000), text(b"\xff" + b"a" * 20_000_000)])
+def test_an_alignment_of_megabytes_of_text_is_not_decoded(file, value):
+    file.write_bytes(built([pair("general.alignment", "str", value)]))
+    tracemalloc.start()
+    assert "general.alignment is of type str" in attempt(file).reason
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_a_setting_is_cut_and_a_value_is_not(file):
+    file.write_bytes(built([pair("k", "str", text("a" * (MAX_SETTING + 5))), u32("n", 3)]))
+    metadata = read(file).metadata
+    assert metadata.setting("k") == "a" * MAX_SETTING
+    assert len(metadata["k"]) == MAX_SETTING + 5
+    assert (metadata.setting("n"), metadata.setting("none"), metadata.setting("none", 4)) == (3, None, 4)
+
+
+@pytest.mark.parametrize(("items", "longest"), [([], 0), (["", "a"], 1), (["é", "abc", "ab"], 3)])
+def test_the_longest_string_is_known_undecoded(file, items, longest):
+    file.write_bytes(built([u32("n", 3), pair("k", "array", array("str", len(items), b"".join(map(text, items))))]))
+    assert read(file).metadata["k"].longest() == longest
+
+
+def test_the_digest_is_of_the_map(file):
+    file.write_bytes(built([u32("a", 1)]))
+    gguf, before = read(file), hashlib.sha256(file.read_bytes()).hexdigest()
+    file.unlink()  # as a rename over it does
+    file.write_bytes(built([u32("a", 2)]))
+    assert gguf.sha256() == before != read(file).sha256()
 
 
 def test_paths_that_hold_no_file(tmp_path):

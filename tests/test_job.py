@@ -2,7 +2,7 @@
 
 import pytest
 
-from common import job, synth
+from common import job, sources, synth
 from common.job import ContextError, UsageError, parse_ids, parse_shape, prepare
 
 V, CONTEXT = 512, 1024  # of the tiny model
@@ -73,13 +73,17 @@ NO_SHAPES = [
     "pp4+tg0",
     "+",
     "@d4",
+    "pp1234567890",
+    "tg4@d1234567890",
+    "pp" + "9" * 5000,
 ]
 
 
 @pytest.mark.parametrize("text", NO_SHAPES)
 def test_no_shapes(text):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         parse_shape(text, V, None)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_shape_and_n_that_disagree():
@@ -92,6 +96,25 @@ def test_ids():
     for text in ("", "a", "1,,2", "1;2", "1.5", "0x1"):
         with pytest.raises(UsageError, match="separated by commas"):
             parse_ids(text, V)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1," * 5000, "9" * 4000])
+def test_long_ids_are_cut_in_the_error(text):
+    with pytest.raises(UsageError) as caught:
+        parse_ids(text, V)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("shape", ["pp999999999", "pp1+tg1@d999999999", "pp1024@d1"])
+def test_no_ids_are_drawn_that_the_context_cannot_hold(tiny, shape, monkeypatch):
+    monkeypatch.setattr(job, "random_ids", lambda *_: pytest.fail("drawn"))
+    with pytest.raises(ContextError, match=f"the context holds {CONTEXT}"):
+        prepare(str(tiny), shape=shape)
+
+
+def test_room_is_what_the_context_leaves(tiny):
+    assert prepare(str(tiny), ids="1,2", n=10**8).room == CONTEXT - 1
+    assert prepare(str(tiny), ids="1,2", n=5).room == 5
 
 
 @pytest.mark.parametrize(("text", "bad"), [("512", "512"), ("1,-1", "-1"), ("99999999999999999999", "9999")])
@@ -115,7 +138,7 @@ def test_at_least_one_new_token(tiny, n):
         prepare(str(tiny), n=n)
 
 
-@pytest.mark.parametrize("prompt", ["", "caf\udce9"])
+@pytest.mark.parametrize("prompt", ["", "caf\udce9", "\ud800"])
 def test_text_that_is_none(tiny, prompt):
     with pytest.raises(UsageError, match="empty|UTF-8"):
         prepare(str(tiny), prompt=prompt)
@@ -175,6 +198,17 @@ def test_quantization_is_the_type_of_most_weights(tiny, tmp_path):
     layer = 2 * shape.D * shape.D + 2 * shape.D * kv + 3 * shape.D * shape.F + 2 * shape.D
     assert sum(mix.values()) == shape.L * layer + 2 * shape.V * shape.D + shape.D
     assert job.quantization(found.gguf) == "Q4_K"
+
+
+def test_the_digest_is_of_the_model_that_is_mapped_and_taken_once(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(tiny.read_bytes())
+    found = prepare(str(path), ids="1")
+    path.unlink()
+    path.write_bytes(tiny.read_bytes() + b"another")
+    assert found.sha256 == sources.sha256_of(tiny) != sources.sha256_of(path)
+    monkeypatch.setattr(type(found.gguf.gguf), "sha256", lambda _: pytest.fail("again"))
+    assert len(found.sha256) == 64
 
 
 def test_lesson_model_is_the_default(tiny, monkeypatch):

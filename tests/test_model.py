@@ -1,9 +1,11 @@
 """The model boundary: what is run is computed exactly, and everything else is refused by name."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from common.gguf import TYPES, GGUFError
+from common.gguf import MAX_SETTING, TYPES, GGUFError, printable
 from common.gguf_writer import write
 from common.model import Layer, open_model
 
@@ -165,7 +167,7 @@ REQUIRED = [
 
 @pytest.mark.parametrize("key", REQUIRED)
 def test_a_missing_key_is_named(file, key):
-    with pytest.raises(GGUFError, match=f"lacks the metadata key {key}"):
+    with pytest.raises(GGUFError, match=f"lacks the metadata key {key}$"):
         open_model(llama(file, {key: None}))
 
 
@@ -220,11 +222,28 @@ def test_a_key_of_another_type_is_named(file, key, value):
         ({"llama.rope.scaling.factor": np.float64(1e-300)}, "rope scaling factors"),
         ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor = '2.0'"),
         ({"llama.logit_scale": 0.5}, "logit_scale"),
-        ({"tokenizer.ggml.bos_token_id": V}, "bos_token_id = 10; the vocabulary has 10 tokens"),
-        ({"tokenizer.ggml.eos_token_id": -1}, "eos_token_id = -1"),
+        ({"tokenizer.ggml.bos_token_id": V}, "bos_token_id' = 10; the vocabulary has 10 tokens"),
+        ({"tokenizer.ggml.eos_token_id": -1}, "eos_token_id' = -1"),
         ({"tokenizer.ggml.padding_token_id": 2**32 - 1}, "padding_token_id"),
-        ({"tokenizer.ggml.eot_token_id": "2"}, "eot_token_id of type str"),
+        ({"tokenizer.ggml.eot_token_id": "2"}, "eot_token_id' of type str"),
         ({"tokenizer.ggml.tokens": ["a"] * (V - 1)}, "9 tokens but 10 rows"),
+        ({"tokenizer.ggml.tokens": 7}, "tokens of type u32"),
+        ({"tokenizer.ggml.tokens": "abc"}, "tokens of type str; it must be an array of strings"),
+        ({"tokenizer.ggml.tokens": [1] * V}, r"tokens of type \[u32\]; it must be an array of strings"),
+        ({"general.type": "adapter"}, "general.type = 'adapter'"),
+        ({"general.quantization_version": 1}, "quantization_version = '1'; 2 is unpacked"),
+        ({"general.quantization_version": "2"}, "quantization_version"),
+        ({"llama.vocab_size": V + 1}, "vocab_size = 11 but 10 rows"),
+        ({"llama.tensor_data_layout": "hf"}, "tensor_data_layout = 'hf'"),
+        ({"llama.attention.sliding_window": 127}, "sliding_window = 127, less than its context of 128"),
+        ({"llama.attention.sliding_window": -1}, "sliding_window = -1"),
+        ({"llama.attention.sliding_window": [128]}, "sliding_window"),
+        ({"llama.expert_used_count": 2}, "expert_used_count = '2'"),
+        ({"llama.pooling_type": 1}, "pooling_type = '1'"),
+        ({"llama.attention.temperature_scale": 0.1}, "the key 'llama.attention.temperature_scale'"),
+        ({"llama.rope.scaling.yarn_ext_factor": 1.0}, "the key 'llama.rope.scaling.yarn_ext_factor'"),
+        ({"llama.rope.freq_scale": 0.5}, "the key 'llama.rope.freq_scale'"),
+        ({"llama.\x1b[2Jevil": 1}, r"the key 'llama.\\x1b\[2Jevil'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(file, metadata, reason):
@@ -268,3 +287,58 @@ def test_rope_factors_that_make_no_angle_are_refused(file, bad):
                 file, tensors={"rope_freqs.weight": ("F32", (hd // 2,))}, data={"rope_freqs.weight": factors.tobytes()}
             )
         )
+
+
+HARMLESS = {
+    "general.type": "model",
+    "general.quantization_version": 2,
+    "llama.vocab_size": V,
+    "llama.tensor_data_layout": "Meta AI original pth",
+    "llama.attention.sliding_window": 128,
+    "llama.attention.layer_norm_epsilon": 1e-5,
+    "llama.rope.scaling.original_context_length": 64,
+    "llama.rope.scaling.finetuned": True,
+    "llama.expert_count": 0,
+    "llama.expert_used_count": 0,
+}
+
+
+def test_keys_that_change_nothing_may_be_there(file):
+    assert open_model(llama(file, HARMLESS)).config.V == V
+    floats = {name: ("F32", shape) for name, (_, shape) in TENSORS.items()}
+    assert open_model(llama(file, {"general.quantization_version": 1}, floats)).config.V == V  # no block to misread
+
+
+def test_the_real_model_and_the_shapes_hold_no_unknown_key(smollm2, tiny):
+    assert open_model(smollm2).config.L == 30
+    assert open_model(tiny).config.L == 2
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\U0001f600" * 2_000_000, "\x1b]0;title\x07" * 50])
+def test_a_name_is_cut_and_safe(file, name):
+    found = open_model(llama(file, {"general.name": name})).config.name
+    assert found.isprintable()
+    assert found.startswith(printable(name[:100]))
+    assert len(found) <= 1000
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "llama.expert_count", "llama.rope.scaling.type"])
+def test_no_long_text_is_decoded_to_be_refused(file, key):
+    llama(file, {key: "\U0001f600" + "a" * 20_000_000})
+    tracemalloc.start()
+    with pytest.raises(GGUFError):
+        open_model(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 4 * MAX_SETTING  # four bytes a character
+
+
+@pytest.mark.parametrize("value", [10**6, "a"])
+def test_a_key_in_an_error_is_safe_for_a_terminal_and_short(file, value):
+    llama(file, {"tokenizer.ggml.\x1b]0;title\x07\n\u202e" + "x" * 60_000 + "_token_id": value})
+    with pytest.raises(GGUFError) as caught:
+        open_model(file)
+    told = str(caught.value).removeprefix(str(file))
+    assert told.isprintable()
+    assert len(told) < 500
+    assert "tokenizer.ggml" in told and ("the vocabulary has" in told or "it must be an integer" in told)

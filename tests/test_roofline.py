@@ -284,6 +284,22 @@ def test_an_expectation_follows_from_shape_and_machine():
     assert roofline.expect("a stage without a model", SMALL, stored, 9, 3, MACHINE) is None
 
 
+def test_a_long_text_is_expected_from_a_sample_of_its_tokens(monkeypatch):
+    stored, passes = roofline.float_bytes(SMALL), []
+
+    def pass_ms(stage, config, new, seen, machine, types):
+        passes.append(seen)
+        return float(seen)
+
+    monkeypatch.setattr(roofline, "pass_ms", pass_ms)
+    for n in (2, 3, 1000, 5000, 10**8):
+        passes.clear()
+        found = roofline.expect("kv_cache", SMALL, stored, 9, n, MACHINE)
+        assert found.ms_per_token == pytest.approx(9 + n / 2, rel=1e-3)
+        assert len(passes) == min(n - 1, len(passes)) <= roofline.SAMPLES
+        assert n > 1000 or passes == list(range(10, 9 + n))  # every token of a short one
+
+
 def test_a_stage_of_the_readers_own_is_expected_as_the_one_it_starts_from(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text('from stages.tiling import *\nfrom stages.tiling import PREVIOUS, TILE\nPREVIOUS = "tiling"\n')
@@ -293,7 +309,7 @@ def test_a_stage_of_the_readers_own_is_expected_as_the_one_it_starts_from(tmp_pa
 
     layers = [SimpleNamespace(_asdict=lambda: {n: tensor(1000) for n in NAMES})] * 2
     weights = SimpleNamespace(layers=layers, output=tensor(5000))
-    job = SimpleNamespace(gguf=SimpleNamespace(config=SMALL, weights=weights), ids=[1, 2, 3], n=4, threads=1)
+    job = SimpleNamespace(gguf=SimpleNamespace(config=SMALL, weights=weights), ids=[1, 2, 3], room=4, threads=1)
     known, own = (roofline.expectation(s, job, MACHINE) for s in ("tiling", str(mine)))
     assert known["ttft_ms"] == own["ttft_ms"] > known["bound_ttft_ms"] == own["bound_ttft_ms"] > 0
     assert own["reason"] == f"as tiling: {known['reason']}" and own["stage"] == str(mine)

@@ -85,6 +85,34 @@ def test_a_path_that_is_no_file(cache, tmp_path, name, why):
     assert error.exit_code == 3 and why in str(error) and name in str(error)
 
 
+UNREACHABLE = ["~nouser-at-all/x.gguf", "/" + "x" * 300, "x" * 5000, "./" + "a/" * 3000 + "x.gguf"]
+
+
+@pytest.mark.parametrize("spec", UNREACHABLE)
+def test_a_path_that_cannot_be_looked_up(cache, spec):
+    error = refusal(resolve, spec)
+    assert error.exit_code == 3
+    assert "can't be looked up" in str(error)
+    assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize("spec", ["folder/x.gguf", "smollm2", "tiny"])
+def test_a_folder_that_is_closed_to_us(cache, tmp_path, monkeypatch, spec):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", denied)  # root may look into any folder
+    error = refusal(resolve, spec)
+    assert error.exit_code == 3
+    assert "Permission denied" in str(error)
+
+
+def test_an_empty_model_is_usage(cache):
+    error = refusal(resolve, "")
+    assert error.exit_code == 2
+    assert "--model is empty" in str(error)
+
+
 def test_a_fetched_file_is_kept_and_not_fetched_again(cache, fetched):
     assert resolve("smollm2").read_bytes() == CONTENT
     assert resolve("smollm2") == pull("smollm2") == cache / "small.gguf"

@@ -14,6 +14,7 @@ from common.gguf import TYPES, GGUFError, read
 from common.model import open_model
 from common.sources import SourceError
 from common.tokenizer import Tokenizer
+from tests.helpers import Settings
 
 # If this changes on purpose, raise sources.RECIPE with it.
 DIGESTS = {1: "c4b6c05b46caad1b38c46d12382a852070b9f2fcd311513621aeb3cf6831c9c1"}
@@ -101,7 +102,7 @@ ENGLISH = "Once upon a time, there was a little girl.\n\tShe said: “naïve caf
 
 def tokenizer_of(kind: str, size: int) -> tuple[Tokenizer, dict]:
     metadata = synth.tokenizer(kind, size)
-    return Tokenizer.from_gguf(SimpleNamespace(path="made.gguf", metadata=metadata, tensors={})), metadata
+    return Tokenizer.from_gguf(SimpleNamespace(path="made.gguf", metadata=Settings(metadata), tensors={})), metadata
 
 
 @pytest.mark.parametrize("kind, size, space", [("llama", 512, "▁"), ("llama", 32000, "▁"), ("gpt2", 49152, "Ġ")])

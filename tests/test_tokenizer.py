@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Oracle
 from common import gguf, template
 from common.gguf import GGUFError
 from common.tokenizer import Tokenizer, TokenizerError, report, report_text
-from common.vocabulary import Kind, byte_characters, merge
+from common.vocabulary import MAX_PIECE, Kind, byte_characters, merge
+from tests.helpers import Settings
 
 CASES = json.loads((Path(__file__).parent / "cases" / "tokenizer-smollm2.json").read_text())
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -47,7 +48,7 @@ def tokenizer_of(keys: dict, **changed) -> Tokenizer:
     """A tokenizer of `keys` without their "tokenizer." prefix, some changed or, where None, left out."""
     changed = {f"ggml.{key}" if key != "chat_template" else key: value for key, value in changed.items()}
     metadata = {f"tokenizer.{key}": value for key, value in {**keys, **changed}.items() if value is not None}
-    return Tokenizer.from_gguf(SimpleNamespace(path="vocab.gguf", metadata=metadata))
+    return Tokenizer.from_gguf(SimpleNamespace(path="vocab.gguf", metadata=Settings(metadata)))
 
 
 @pytest.fixture(scope="module")
@@ -318,14 +319,17 @@ BYTES = byte_characters()
         ({"tokens": None}, "tokens is missing"),
         ({"tokens": "abc"}, "not an array"),
         ({"tokens": 7}, "not an array"),
-        ({"tokens": [*BYTES, b"\xff"]}, "entry 256 is not valid UTF-8"),
+        ({"tokens": [*BYTES, b"\xff", *"abcde"]}, "entry 256 is not valid UTF-8"),
         ({"tokens": BYTES, "merges": []}, "262 entries, but there are 256 tokens"),
         ({"tokens": [*BYTES, "ab", "abc", "bc", "xy", "ab", "<|im_end|>"]}, "tokens 256 and 260 are both 'ab'"),
         ({"tokens": []}, "but there are 0 tokens"),
         ({"token_type": None}, "token_type is missing"),
         ({"token_type": np.int32([1] * 261)}, "261 entries"),
         ({"token_type": np.int32([1] * 261 + [9])}, "token 261 has the unknown type 9"),
-        ({"token_type": np.float32([1] * 262)}, "entry 0 is not int"),
+        ({"token_type": np.float32([1] * 262)}, "not an array of int"),
+        ({"tokens": [1] * 262}, "tokens is not an array of str"),
+        ({"tokens": [*BYTES, *(["é" * (MAX_PIECE // 2)] + ["é" * MAX_PIECE] + ["b"] * 4)]}, "a text of 32768 bytes"),
+        ({"token_type": np.ones(262, bool)}, "not an array of int"),
         ({"merges": None}, "merges is missing"),
         ({"merges": ["a q"]}, "merge 0 ('a q')"),
         ({"merges": ["a b", "zz z"]}, "merge 1"),
@@ -357,7 +361,7 @@ def test_malformed_byte_pairs(changed, reason):
         ({"scores": None}, "scores is missing"),
         ({"scores": np.float32([0])}, "1 entries"),
         ({"scores": np.float32([np.nan] * 5)}, "not a number"),
-        ({"scores": np.int32([0] * 5)}, "entry 0 is not float"),
+        ({"scores": np.int32([0] * 5)}, "not an array of float"),
         ({"token_type": np.int32([2, 3, 3, 6, 1])}, "byte tokens"),
         ({"add_space_prefix": "yes"}, "wrong type"),
         ({"unknown_token_id": 5}, "neither byte tokens nor"),
@@ -372,6 +376,14 @@ def test_malformed_sentence_pieces(changed, reason):
     with pytest.raises(GGUFError) as caught:
         tokenizer_of(keys, **changed)
     assert reason in str(caught.value)
+
+
+def test_counts_are_compared_before_anything_is_decoded(monkeypatch):
+    monkeypatch.setattr(gguf.Strings, "__iter__", lambda _: pytest.fail("decoded"))
+    keys = {"ggml.model": "llama", "ggml.tokens": ["a", "b"], "ggml.token_type": np.int32([1, 1])}
+    for wrong in ({"token_type": None}, {"token_type": np.int32([1])}, {"scores": None}, {"scores": np.float32([0])}):
+        with pytest.raises(GGUFError, match="missing|1 entries"):
+            tokenizer_of(keys, **wrong)
 
 
 # Chat ----------------------------------------------------------------------------------------------------------------
@@ -459,6 +471,13 @@ def test_a_template_that_fails_is_one_clear_sentence(monkeypatch, chat_template,
     monkeypatch.setattr(template, "MAX_SECONDS", 1)
     with pytest.raises(TokenizerError, match=f"^The model's chat template failed: .*({reason})[^\n]*\\.$"):
         tiny_bytes(chat_template=chat_template).chat(user("hi"))
+
+
+def test_what_a_template_says_is_safe_for_a_terminal():
+    with pytest.raises(TokenizerError) as caught:
+        tiny_bytes(chat_template="{{ raise_exception('\x1b]0;title\x07\u202e') }}").chat(user("hi"))
+    assert str(caught.value).isprintable()
+    assert "title" in str(caught.value)
 
 
 # What is shown -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,32 @@
+"""Records are written whole, under a name that any file system takes, or refused in one sentence."""
+
+import json
+
+import pytest
+
+from common import records
+
+
+def run_of(name="A model", stages=("naive",), shape="pp2+tg3"):
+    return [{"stage": s, "model": {"name": name, "quant": "Q4_1", "layers": 30}, "shape": shape} for s in stages]
+
+
+def test_a_records_name_tells_its_stages_model_and_shape():
+    found = records.file_name(run_of("SmolLM2 135M", ("naive", "./my/own.py")))
+    assert found == "naive-own-smollm2-135m-q4-1-30-layers-pp2-tg3.json"
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\\u202e" * 100, "A"])
+def test_a_long_name_is_one_that_can_be_saved(tmp_path, name):
+    runs = run_of(name, ["naive"] * 60, f"pp2+tg{10**300}")
+    path = records.save(runs[0], tmp_path / records.file_name(runs))
+    assert json.loads(path.read_text()) == runs[0]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    for name in ("a.json", "b" * 300):
+        with pytest.raises(records.RecordError, match="no record can be kept .*--save"):
+            records.save({}, tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
