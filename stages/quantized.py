@@ -7,8 +7,8 @@ Change  A weight is the file's own bytes in the memory map, rows (N, K). matmul 
         never leaves L1, and uses it at once for all tokens. Lanes now run along a row and are added up at its end.
 Expect  Load only touches the file, and memory falls to about its size. A new token reads fewer bytes, by 32 bits over
         the file's bits a weight, but spends instructions on unpacking: it gains until those bind, most where blocks are
-        long. Prefill needs fewer bytes the less, the more tokens share them, and each multiply-add now loads both its
-        operands: a few tokens gain or break even, many lose.
+        long. The more tokens share a read, the less its bytes matter, and each multiply-add now loads both its
+        operands: a few tokens about break even, many lose.
 """
 
 import math

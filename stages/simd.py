@@ -7,7 +7,7 @@ Change  matmul spreads one activation over a register and multiply-adds sixteen 
         memory. A tile of w is one register wide; all tokens use it while it is in L1. No sum waits for another token's,
         so the CPU overlaps them.
 Expect  Prefill gains by the lanes and by the overlap, until loading a register of w for each multiply-add binds: many
-        times over, most on the matrices that tiling served least. A lone token uses each weight once: memory binds.
+        times over, and more where more tokens share a tile. A lone token uses each weight once: memory binds.
 """
 
 import math

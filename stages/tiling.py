@@ -5,8 +5,8 @@ Was     naive walks a whole column for one output: K cache lines, each fetched f
         column wants its neighbour, a tall matrix has pushed the line out, and its pages out of the TLB too.
 Change  matmul walks w in tiles of TILE x TILE. A tile's lines and pages stay at hand while all its columns, and all
         tokens, use them; partial sums wait in out.
-Expect  Prefill gains where naive waited for loads, and stops at the chain of float additions, which is unchanged. So
-        tall, wide matrices (many pages to a column) gain much; small ones, whose columns fit the cache, little.
+Expect  Prefill gains where naive waited for loads, down to the chain of float additions at best, which is unchanged.
+        So tall, wide matrices (many pages to a column) gain much; small ones, whose columns fit a cache, less.
 """
 
 import math
