@@ -502,7 +502,7 @@ def sum_of(typing, values):
 
 
 @intrinsic(prefer_literal=True)
-def zeros(typing, tokens):
+def zero_lanes(typing, tokens):
     """Floats 0 for sixteen rows and `tokens` tokens, a constant."""
 
     def code(context, builder, signature, args):
@@ -520,3 +520,34 @@ def load_quads(typing, q, k):
         return builder.load(row_pointer(context, builder, signature.args[0], *args, INT8, lanes.count), align=1)
 
     return lanes(q, k), code
+
+
+@intrinsic
+def load_tokens(typing, like, array, index):
+    """Sixteen neighbours from array[t + i, k] on for each token that `like` has lanes for; index is (t, k)."""
+
+    def code(context, builder, signature, args):
+        like, array, index = args
+        kind = ir.VectorType(FLOAT, ROWS)
+        parts = []
+        for i in range(like.type.count // ROWS):
+            pointer = token_address(context, builder, signature.args[1], array, index, i, kind)
+            parts.append(builder.load(pointer, align=4))
+        return join(builder, parts)
+
+    return like(like, array, index), code
+
+
+@intrinsic
+def store_tokens(typing, array, index, values):
+    """Each token's sixteen lanes to array[t + i, k] and on; index is (t, k)."""
+
+    def code(context, builder, signature, args):
+        array, index, values = args
+        kind = ir.VectorType(FLOAT, ROWS)
+        for i in range(values.type.count // ROWS):
+            pointer = token_address(context, builder, signature.args[0], array, index, i, kind)
+            builder.store(take(builder, values, range(ROWS * i, ROWS * (i + 1))), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, index, values), code

@@ -1,0 +1,267 @@
+"""Blocks as integers: their exactness, the packed layout, every form of the dot product, and the stages on them."""
+
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common import reference
+from common.gguf import TYPES
+from common.int8 import GROUP, INTEGER, STEP, pack, to_int8, to_integers
+from common.jit import njit
+from common.model import open_model
+from common.packing import quantize
+from common.quants import unpack_blocks
+from stages import quantized
+from stages.quantized import Blocks
+
+STAGES = ("integer", "packed", "blocked")
+NAMES = [name for name, kind in TYPES.items() if kind.id in INTEGER]
+SHAPES = [(1, 3, 512), (3, 17, 256), (9, 33, 768)]  # T, N, K
+SHORT = [(1, 5, 32), (7, 2, 96)]  # for blocks of 32
+EXACT = 1e-9  # NMSE to the same sums of integers in float64; the ladder allows 1e-7
+ROUNDED = 5e-4  # NMSE to the product of unrounded activations
+LOGITS = 5e-3
+IDS = [1, 17, 300, 17, 511, 0, 42, 42, 9, 3, 77]
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def matrix(name, N, K):
+    """(Blocks, float64 (N, K)) of random weights in blocks of the type."""
+    kind = TYPES[name]
+    raw = quantize(name, draw(N, K)).reshape(-1)
+    w = Blocks(N, K, kind.id, kind.block, kind.bytes, raw)
+    exact = np.empty(N * K, np.float32)
+    unpack_blocks(kind.id, raw, kind.bytes, exact, kind.block)
+    return w, exact.reshape(N, K).astype(np.float64)
+
+
+def shapes(name):
+    return SHAPES + (SHORT if TYPES[name].block == STEP else [])
+
+
+@pytest.fixture(params=STAGES, scope="module")
+def stage(request):
+    return importlib.import_module(f"stages.{request.param}")
+
+
+def ready(stage, w):
+    return stage.pack_rows(w) if hasattr(stage, "pack_rows") else w
+
+
+def test_activations_are_rounded_to_the_nearest_step():
+    x = draw(5, 96) * np.float32([[1], [1e-3], [50], [1], [0]])
+    x[3, 32:64] = 0
+    p, s, sums = to_int8(x)
+    assert p.dtype == np.int8
+    assert np.abs(p.astype(int)).max() == 127
+    steps = np.repeat(s.astype(np.float64), STEP, axis=1)
+    assert np.all(np.abs(x - p[:, :96] * steps[:, :96]) <= 0.5001 * steps[:, :96])
+    assert not p[:, 96:].any()
+    assert not sums[:, 96 // GROUP :].any()
+    assert not p[4].any()
+    assert not s[4].any()
+    want = (p * steps).reshape(5, -1, GROUP).sum(axis=2)
+    assert np.allclose(sums[:, : want.shape[1]], want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+
+
+def test_halves_round_to_even():
+    x = np.zeros((1, 32), np.float32)
+    x[0, :4] = 127, 0.5, 1.5, -2.5
+    assert to_int8(x)[0][0, :4].tolist() == [127, 0, 2, -2]
+
+
+def test_tiny_activations_are_zero_and_do_not_overflow():
+    x = np.full((1, 32), 1e-38, np.float32)
+    p, _, sums = to_int8(x)
+    assert not p.any()
+    assert not sums.any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(stage, value):
+    w, _ = matrix("Q4_1", 16, 64)
+    x = draw(2, 64)
+    x[1, 40] = value
+    got = stage.matmul(x, ready(stage, w))
+    assert np.isfinite(got[0]).all()
+    assert not np.isfinite(got[1]).any()
+
+
+@njit
+def integers(kind, raw, at, q, d, m):
+    to_integers(kind, raw, at, q, d, m, 0)
+
+
+def block_of(name, raw, at, *rows):
+    length = TYPES[name].block
+    q, d, m = np.zeros((length, *rows), np.uint8), *np.zeros((2, length // GROUP, *rows), np.float32)
+    integers(TYPES[name].id, raw, at, q, d, m)
+    return q, d, m
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_and_scales_make_the_weights(name):
+    w, exact = matrix(name, 6, 256)
+    for n in range(6 * 256 // w.length):
+        q, d, m = block_of(name, w.raw, n * w.size)
+        got = q * np.repeat(d, GROUP).astype(np.float64) + np.repeat(m, GROUP)
+        assert np.allclose(got, exact.reshape(-1, w.length)[n], rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_block_is_sixteen_rows(name):
+    N, K = 21, 512
+    w, _ = matrix(name, N, K)
+    blocks = K // w.length
+    packed = pack(w.kind, w.raw, N, blocks, w.size)
+    assert packed.shape == (2 * blocks * w.size, 16)
+    for strip, b in [(0, 0), (0, blocks - 1), (1, 1)]:
+        together = block_of(name, packed, (strip * blocks + b) * w.size, 16)
+        for n in range(16 * strip, min(16 * strip + 16, N)):
+            alone = block_of(name, w.raw, (n * blocks + b) * w.size)
+            for a, rows in zip(alone, together, strict=True):
+                # The second axis is rows, but bytes go by quads of a row.
+                rows = rows.reshape(-1, 16, 4)[:, n % 16].reshape(-1) if rows.dtype == np.uint8 else rows[:, n % 16]
+                assert np.array_equal(a, rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matmul(stage, name):
+    for T, N, K in shapes(name):
+        (w, exact), x = matrix(name, N, K), draw(T, K, seed=1)
+        got = stage.matmul(x, ready(stage, w))
+        assert got.dtype == np.float32
+        assert got.shape == (T, N)
+        p, s, _ = to_int8(x)
+        rounded = p[:, :K] * np.repeat(s.astype(np.float64), STEP, axis=1)[:, :K]
+        assert reference.nmse(got, rounded @ exact.T) <= EXACT, (T, N, K)
+        assert reference.nmse(got, x.astype(np.float64) @ exact.T) <= ROUNDED, (T, N, K)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_alone_gives_what_it_gives_among_others(stage, name):
+    w, x = ready(stage, matrix(name, 19, 768)[0]), draw(13, 768)
+    together = stage.matmul(x, w)
+    alone = np.concatenate([stage.matmul(x[t : t + 1], w) for t in range(13)])
+    assert reference.nmse(alone, together) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_a_type_without_integers_is_computed_in_floats(stage, name):
+    kind, N, K, x = TYPES[name], 5, 256, draw(3, 256)
+    raw = np.random.default_rng(3).integers(0, 60, N * K // kind.block * kind.bytes, dtype=np.uint8)
+    length = kind.block if kind.block > 1 else K
+    w = Blocks(N, K, kind.id, length, length // kind.block * kind.bytes, raw)
+    assert np.array_equal(stage.matmul(x, ready(stage, w)), quantized.matmul(x, w))
+
+
+# ---- every form of the dot product ---------------------------------------------------------------------------------
+
+FORMS = """
+import hashlib, json
+import numpy as np
+from common import intrinsics
+from common.intrinsics import DOT4, dot4, dot4_tokens, dot8, dot8_tokens, load_bytes, load_lanes, load_quads, no_sums
+from common.intrinsics import store_lanes
+from common.jit import numba
+from tests.test_int8 import NAMES, draw, matrix, ready
+import importlib
+
+@numba.njit
+def dots(floats, q, rows, x, out):
+    start = no_sums(load_lanes(floats, 0))
+    a, b = load_bytes(q, 0, 64), load_bytes(x, (0, 0), 64)
+    store_lanes(out, (0, 0), dot4(start, a & 127, b))
+    store_lanes(out, (1, 0), dot8(start, a, b))
+    quads = load_quads(rows, 0)
+    store_lanes(out, (2, 0), dot4_tokens(start, quads & 127, x, (1, 4)))
+    store_lanes(out, (3, 0), dot8_tokens(start, quads, x, (1, 4)))
+
+random, wrong = np.random.default_rng(0), 0
+for case in range(20):
+    q = random.integers(0, 256, 64, dtype=np.uint8)
+    x = random.integers(-127, 128, (2, 64), dtype=np.int8)
+    if case == 0:
+        q[:], x[:] = 255, 127
+    if case == 1:
+        q[:], x[:] = 255, -127
+    out = np.zeros((4, 16), np.int32)
+    dots(np.zeros(16, np.float32), q, q.reshape(4, 16), x, out)
+    small, wide, exact = (q & 127).astype(int), q.astype(int), x.astype(int)
+    four = exact[1, 4:8]
+    want = [(a.reshape(16, 4) * b).sum(axis=1) for b in (exact[0].reshape(16, 4), four) for a in (small, wide)]
+    wrong += not np.array_equal(out, want)
+
+digest = hashlib.sha256()
+for name in NAMES:
+    for stage in ("integer", "blocked"):
+        stage = importlib.import_module(f"stages.{stage}")
+        w = ready(stage, matrix(name, 19, 256)[0])
+        for T in (1, 9):
+            digest.update(stage.matmul(draw(T, 256, seed=2), w).tobytes())
+print(json.dumps([DOT4.__name__, wrong, digest.hexdigest()]))
+"""
+
+BASE = "+sse4.2,+avx,+fma,+f16c"  # so that floats round alike
+X86 = platform.machine() in ("x86_64", "AMD64")
+TARGETS = [None, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": BASE}] if X86 else [None]
+TARGETS += [{"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": BASE + ",+avx2"}] if X86 else []
+
+
+def test_every_form_of_the_dot_product_gives_the_same_bits():
+    found = []
+    for target in TARGETS:
+        done = subprocess.run(
+            [sys.executable, "-c", FORMS],
+            env={**os.environ, **(target or {})},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [wrong for _, wrong, _ in found] == [0] * len(TARGETS)
+    assert len({digest for _, _, digest in found}) == 1
+    if X86:
+        assert [form for form, _, _ in found[1:]] == ["dot4_in_turn", "dot4_in_pairs"]
+
+
+# ---- whole models --------------------------------------------------------------------------------------------------
+
+
+def rows_of(stage, gguf, ids, *cuts):
+    """Logits at every position, the prompt fed in pieces that end at cuts."""
+    model = stage.load(gguf, len(ids), 1)
+    pieces = zip((0, *cuts), (*cuts, len(ids)), strict=True)
+    return np.concatenate([stage.logits(model, stage.forward(model, ids[a:b], a)) for a, b in pieces])
+
+
+@pytest.mark.parametrize("quant", ["q4_k_m", "q8_0", "q5_k", "q4_0", "f16"])
+def test_logits_of_small_models(stage, tiny_of, quant):
+    gguf = open_model(tiny_of(quant))
+    want = reference.compute(gguf, IDS).logits
+    together = rows_of(stage, gguf, IDS)
+    assert together.dtype == np.float32
+    assert max(map(reference.nmse, together, want)) <= LOGITS
+    for cuts in [(1, 3), range(1, len(IDS))]:
+        assert max(map(reference.nmse, rows_of(stage, gguf, IDS, *cuts), together)) <= LOGITS
+
+
+def test_logits_of_the_real_model(stage, smollm2):
+    gguf = open_model(smollm2)
+    ids = json.loads((Path(__file__).parent / "cases" / "smollm2-golden.json").read_text())["story"]["ids"]
+    want = reference.logits(gguf, ids)
+    got = rows_of(stage, gguf, ids)
+    assert reference.nmse(got, want) <= LOGITS
+    assert reference.nmse(rows_of(stage, gguf, ids, 3), got) <= LOGITS
