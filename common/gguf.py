@@ -240,6 +240,9 @@ class Metadata(Mapping):
             return decoded(self.data[value.start : min(value.stop, value.start + MAX_SETTING)])
         return value
 
+    def __contains__(self, key) -> bool:
+        return key in self.entries
+
     def __iter__(self):
         return iter(self.entries)
 

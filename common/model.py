@@ -158,7 +158,8 @@ def check_quantization(keys: "Keys", weights: "Weights") -> None:
     """Blocks of an older layout have the same sizes and would unpack to other weights."""
     version, types = keys.gguf.metadata.setting("general.quantization_version", QUANTIZATION), set()
     weights.map(lambda tensor: types.add(tensor.type))
-    if version != QUANTIZATION and any(kind.block > 1 for kind in types):
+    right = isinstance(version, int) and version == QUANTIZATION
+    if not right and any(kind.block > 1 for kind in types):
         keys.fail(f"has general.quantization_version = {shown(str(version))}; {QUANTIZATION} is unpacked")
 
 
@@ -305,11 +306,11 @@ def rope_frequencies(keys: Keys, base: float, hd: int) -> np.ndarray:  # (hd / 2
     factor = keys.real("llama.rope.scaling.factor", keys.real("llama.rope.scale_linear", 1.0))
     factors = np.full(hd // 2, factor if scaling == "linear" else 1.0)
     tensor = keys.gguf.tensors.get(ROPE_FACTORS)
-    if tensor is not None:
-        if tensor.shape != (hd // 2,) or tensor.type.name != "F32":
-            keys.fail(f"has {ROPE_FACTORS} {tensor.type.name} {tensor.shape}; it must be F32 ({hd // 2},)")
-        factors *= tensor.array
-    with np.errstate(all="ignore"):
+    if tensor is not None and (tensor.shape != (hd // 2,) or tensor.type.name != "F32"):
+        keys.fail(f"has {ROPE_FACTORS} {tensor.type.name} {tensor.shape}; it must be F32 ({hd // 2},)")
+    with np.errstate(all="ignore"):  # what overflows is refused below
+        if tensor is not None:
+            factors = factors * tensor.array
         freqs = base ** (-np.arange(0, hd, 2) / hd) / factors
     if not ((freqs > 0) & (freqs <= MAX_FREQUENCY)).all():
         keys.fail("has rope scaling factors or a rope base that make angles zero, negative or not finite")

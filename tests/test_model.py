@@ -233,6 +233,7 @@ def test_a_key_of_another_type_is_named(file, key, value):
         ({"general.type": "adapter"}, "general.type = 'adapter'"),
         ({"general.quantization_version": 1}, "quantization_version = '1'; 2 is unpacked"),
         ({"general.quantization_version": "2"}, "quantization_version"),
+        ({"general.quantization_version": [2, 2]}, "quantization_version"),
         ({"llama.vocab_size": V + 1}, "vocab_size = 11 but 10 rows"),
         ({"llama.tensor_data_layout": "hf"}, "tensor_data_layout = 'hf'"),
         ({"llama.attention.sliding_window": 127}, "sliding_window = 127, less than its context of 128"),
