@@ -210,6 +210,9 @@ def dimensions(keys: Keys) -> dict[str, int]:
     if "llama.attention.key_length" not in keys.gguf.metadata and D % H:
         keys.fail(f"has an embedding of {D}, not a multiple of its {H} attention heads")
     hd = keys.integer("llama.attention.key_length", D // H)
+    # A length that is absent is D // H, as llama.cpp has it, whatever the other one is.
+    if "llama.attention.value_length" not in keys.gguf.metadata and hd != D // H:
+        keys.fail(f"has keys of {hd} and, lacking llama.attention.value_length, values of {D // H}; both must be equal")
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if keys.integer(key, hd) != hd:
             keys.fail(f"has {key} = {keys.integer(key)}, not the head size {hd}; the course does not compute that")

@@ -114,12 +114,18 @@ def test_defaults_of_optional_keys(file):
     assert (config.G, config.rope_base, config.name, config.bos) == (H, 10000.0, "tiny", None)
 
 
+def lengths(size):
+    return {"llama.attention.key_length": size, "llama.attention.value_length": size}
+
+
 def test_the_head_size_may_differ_from_the_width_over_the_heads(file):
-    heads = {"llama.attention.head_count": 8, "llama.attention.key_length": 8, "llama.attention.value_length": 8}
-    config = open_model(
-        llama(file, heads | {"llama.attention.head_count_kv": 4, "llama.rope.dimension_count": 8})
-    ).config
+    heads = {"llama.attention.head_count": 8, "llama.attention.head_count_kv": 4, "llama.rope.dimension_count": 8}
+    config = open_model(llama(file, heads | lengths(8))).config
     assert (config.H, config.G, config.hd, config.rope_freqs.shape) == (8, 4, 8, (4,))
+
+
+def test_a_key_length_alone_is_right_where_it_is_the_usual_one(file):
+    assert open_model(llama(file, {"llama.attention.key_length": hd})).config.hd == hd
 
 
 def frequencies(base=5e4):
@@ -204,9 +210,14 @@ def test_a_key_of_another_type_is_named(file, key, value):
         ({"llama.attention.head_count": 0}, "head_count = 0"),
         ({"llama.attention.head_count_kv": 3}, "4 attention heads, not a multiple of its 3"),
         ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, "not a multiple of its 5 attention"),
-        ({"llama.attention.key_length": 15}, "heads of 15"),
-        ({"llama.attention.key_length": 2**30}, "heads of 1073741824"),
-        ({"llama.attention.key_length": 8}, "blk.0.attn_q.weight of shape"),
+        (lengths(15), "heads of 15"),
+        (lengths(2**30), "heads of 1073741824"),
+        (lengths(8), "blk.0.attn_q.weight of shape"),
+        ({"llama.attention.key_length": 8}, "keys of 8 and, lacking llama.attention.value_length, values of 16"),
+        (
+            {"llama.attention.key_length": 8, "llama.attention.head_count": 100, "llama.attention.head_count_kv": 100},
+            "values of 0; both",
+        ),
         ({"llama.attention.value_length": 8}, "value_length = 8, not the head size 16"),
         ({"llama.rope.dimension_count": 8}, "dimension_count = 8, not the head size 16"),
         ({"llama.embedding_length": 128}, "token_embd.weight of shape"),
