@@ -64,6 +64,13 @@ Context = Annotated[
 ]
 Threads = Annotated[int, typer.Option("--threads", "-t", envvar="LESSON_THREADS", min=1, help="Threads to use.")]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds of timed work a stage.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="0 (default) takes the first choice; above, tokens are drawn.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K most likely.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Draw from the fewest that have this probability.")]
+MinP = Annotated[float | None, typer.Option("--min-p", help="Draw from those at least this share as likely.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Of the draws; drawn itself and recorded where not given.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Save = Annotated[str | None, typer.Option("--save", metavar="DIR", help="Keep the record there.")]
 
@@ -101,16 +108,24 @@ def run(
         str | None, typer.Option(metavar="FILE.npy", help="Logits of every prompt position.")
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Evict the file first; count page faults.")] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
     """Run one stage on a prompt: its text, TTFT and ms/token."""
     from common import run as running
     from common import show
+    from common.sampling import sampler
     from common.stage import source_path
 
     source_path(one(stage, stage_option))
-    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+    job = prepared(
+        model, layers, prompt, ids, shape, n, context, threads, sampler(temperature, top_k, top_p, min_p, seed)
+    )  # fmt: skip
     if cold:
         from common import cold as freezing
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.sampling import GREEDY, Sampler
 from common.stage import StageError, load_stage, where
 
 WARM_IDS = 2  # enough for every array kind: a prompt of more than one row, and a step after it
@@ -36,6 +37,7 @@ class Request:
     threads: int = 1
     budget_s: float | None = None  # stop early once this is spent, but not before two tokens
     stop_ids: list[int] = field(default_factory=list)
+    sampler: Sampler = GREEDY
     rows_file: str | None = None  # where to keep the logits rows that the ids were chosen from, .npy
     logits_file: str | None = None  # where to keep the logits of every prompt position, .npy
 
@@ -146,7 +148,7 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
     warm_up(stage, model, request, n, warm_s * gguf.config.L)
 
     ids, rows, times_ms = [], [], []
-    tokens = stage.generate(model, request.ids, n)
+    tokens = stage.generate(model, request.ids, n, *choosing(request))
     before = faults()
     while len(ids) < n:
         started = time.perf_counter()
@@ -185,7 +187,7 @@ def compile_all(stage, request: Request) -> tuple[float, float]:
         started = time.perf_counter()
         model = stage.load(gguf, min(gguf.config.context, 2 * WARM_IDS), request.threads)
         loaded = time.perf_counter()
-        for _ in stage.generate(model, request.ids[:WARM_IDS], 2):
+        for _ in stage.generate(model, request.ids[:WARM_IDS], 2, *choosing(request)):
             pass
         finished = time.perf_counter()
         spent.append(finished - started)
@@ -201,9 +203,15 @@ def warm_up(stage, model, request: Request, n: int, guess_s: float) -> None:
         if guess_s * (len(request.ids) + n) / WARM_IDS > short_s:
             return
         started = time.perf_counter()
-        for _ in stage.generate(model, ids, new):
+        for _ in stage.generate(model, ids, new, *choosing(request)):
             pass
         guess_s = time.perf_counter() - started
+
+
+def choosing(request: Request) -> list:
+    """What generate is given beside its model, ids and count: nothing for greedy, which is its own default."""
+    choose = request.sampler.chooser()
+    return [choose] if choose else []
 
 
 def faults() -> dict:
@@ -231,7 +239,7 @@ def serve() -> None:
         say({"token": token, "ms": ms})
 
     message = json.loads(line)
-    request = Request(**message["request"])
+    request = Request(**{**message["request"], "sampler": Sampler(*message["request"]["sampler"])})
     try:
         if message["do"] == "diagnose":
             from common.gate import first_fault

@@ -11,6 +11,7 @@ from pathlib import Path
 from common import sources
 from common.harness import Request
 from common.model import ModelFile, open_model
+from common.sampling import GREEDY, Sampler
 
 PROMPT = "Once upon a time, there was a little"
 NEW_TOKENS = 8
@@ -44,6 +45,7 @@ class Job:
     tokenize_ms: float | None
     made_up: bool  # random ids or random weights: the text means nothing
     stop_ids: list[int] = field(default_factory=list)
+    sampler: Sampler = GREEDY
 
     def request(self, stage: str, **changes) -> Request:
         """This job for one stage."""
@@ -57,6 +59,7 @@ class Job:
                 "context": self.context,
                 "threads": self.threads,
                 "stop_ids": self.stop_ids,
+                "sampler": self.sampler,
                 **changes,
             }
         )
@@ -101,6 +104,7 @@ def prepare(
     n: int | None = None,
     context: int | None = None,
     threads: int = 1,
+    sampler: Sampler = GREEDY,
 ) -> Job:
     """Resolve flags to a Job. Raises UsageError, ContextError, SourceError or GGUFError."""
     if sum(x is not None for x in (prompt, ids, shape)) > 1:
@@ -139,9 +143,8 @@ def prepare(
         stop_ids = sorted(tokenizer.stop_ids)
     check_fits(len(prompt_ids), context, gguf)
     made_up = synthetic or shape is not None
-    return Job(
-        path, gguf, prompt_ids, n or NEW_TOKENS, context, threads, tokenizer, tokenize_ms, made_up, stop_ids
-    )  # fmt: skip
+    n = n or NEW_TOKENS
+    return Job(path, gguf, prompt_ids, n, context, threads, tokenizer, tokenize_ms, made_up, stop_ids, sampler)
 
 
 def check_fits(tokens: int, context: int, gguf: ModelFile) -> None:

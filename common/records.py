@@ -55,6 +55,7 @@ def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | 
         "output_ids": first.output_ids,
         "text": None if job.made_up else job.decode(first.output_ids),
         "stop_reason": first.stop_reason,
+        "sampler": job.sampler._asdict(),
         "tokens_timed": shortest,
         "ttft_ms": summary([s.ttft_ms for s in samples]),
         "ms_per_token": None if None in per_token else summary(per_token),
