@@ -2,8 +2,8 @@
 
 A softmax turns logits into probabilities; three filters each take tokens away from the unlikely end; the temperature
 flattens or sharpens what is left, and one token is drawn. The order is llama.cpp's (its `--samplers` default: top_k,
-top_p, min_p, temperature): the filters see the model's own probabilities, so a higher temperature never lets back in what
-they took away.
+top_p, min_p, temperature): the filters see the model's own probabilities, so a higher temperature never lets back in
+what they took away.
 
 Temperature: Ackley, Hinton & Sejnowski 1985. Top-k: Fan, Lewis & Dauphin 2018, arXiv 1805.04833. Top-p (nucleus):
 Holtzman et al. 2020, arXiv 1904.09751. Min-p: Nguyen et al. 2024, arXiv 2407.01082.
