@@ -233,6 +233,21 @@ def pack(kind, raw, N, blocks, size):  # (bytes,) -> (bytes / 16, 16)
 
 
 @njit
+def unpacked(kind, packed, N, blocks, size):  # (bytes / 16, 16) -> (bytes,)
+    """What `pack` was given."""
+    raw = np.empty(N * blocks * size, np.uint8)
+    source, target = packed.reshape(-1).view(np.uint16), raw.view(np.uint16)
+    place, step = places(kind, size)
+    for n in range(N):
+        for b in range(blocks):
+            block = (n * blocks + b) * len(place)
+            strip = (n // ROWS * blocks + b) * len(place) * ROWS
+            for i in range(len(place)):
+                target[block + i] = source[strip + place[i] + n % ROWS * step[i]]
+    return raw
+
+
+@njit
 def places(kind, size):
     """Where each 16 bits of a block go in a packed one, and how much further they go for the next row, in 16 bits."""
     halves = size // 2

@@ -16,7 +16,9 @@ FOLDER = Path(__file__).parent.parent / "stages"
 OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "softmax", "argmax")
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
-LADDER = ("naive", "tiling", "simd", "kv_cache", "quantized")
+CPU = ("naive", "tiling", "simd", "kv_cache", "quantized")
+GPU = ()
+LADDER = CPU + GPU
 
 
 class Model(NamedTuple):
@@ -43,6 +45,8 @@ class Stage(Protocol):
 
     PREVIOUS: str | None
     CHANGES: tuple[str, ...]
+    # And where they apply: FUSED = {op: the definition that has absorbed it}, PHASES (see common/profile.py), ARCHS (of
+    # CUDA source), OPERANDS = "float16" or "int8", what a matmul rounds its inputs to (see common/gate.py).
 
     def load(self, gguf, context: int, threads: int) -> Any:
         """Turn an open model file into what this stage computes with, for up to `context` tokens."""
@@ -106,10 +110,16 @@ def load_stage(name: str) -> Stage:
             module = import_file(path)
     except Exception as error:  # the reader's own file may raise anything
         raise StageError(f"{path.name}: {where(error, path)}{type(error).__name__}: {error}", exit_code=1) from error
-    missing = [n for n in ("load", "forward", "logits", "generate", *OPS) if not hasattr(module, n)]
+    needed = ("load", "forward", "logits", "generate", *(op for op in OPS if op not in fused(module)))
+    missing = [n for n in needed if not hasattr(module, n)]
     if missing:
         raise StageError(f"{path.name} lacks {', '.join(missing)}: start from a copy of stages/naive.py", exit_code=1)
     return module
+
+
+def fused(stage: Stage) -> dict[str, str]:
+    """The ops that no longer stand alone in a stage, and what has absorbed each."""
+    return getattr(stage, "FUSED", {})
 
 
 def import_file(path: Path):

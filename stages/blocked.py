@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, softmax  # noqa: F401 (dot: see FUSED)
+from common.cpu_ops import add, argmax, mul, rms_norm, rope, scale, silu, softmax
 from common.int8 import GROUP, INTEGER, STEP, float_matmul, kernel, pack, to_int8, to_integers
 from common.intrinsics import (
     LANES,
@@ -42,6 +42,7 @@ from common.stage import Model, arena
 PREVIOUS = "packed"
 CHANGES = ("matmul", "attention")
 FUSED = {"dot": "attention"}
+OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 PANEL = 256  # weights of sixteen rows at a time: with their scales 6 KB, an eighth of a common L1

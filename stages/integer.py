@@ -35,6 +35,7 @@ from common.stage import Model, arena
 
 PREVIOUS = "quantized"
 CHANGES = ("matmul",)
+OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 

@@ -37,6 +37,7 @@ from common.stage import Model, arena
 
 PREVIOUS = "integer"
 CHANGES = ("load", "matmul")
+OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 LINE = 4  # bytes of each of sixteen rows in a cache line of 64

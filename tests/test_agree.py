@@ -14,14 +14,15 @@ import pytest
 from common import gate, reference, synth
 from common.gguf import GGUFError, read
 from common.model import open_model
-from common.stage import LADDER, load_stage
+from common.stage import CPU, load_stage
 from common.tokenizer import Tokenizer
 
 CASES = Path(__file__).parent / "cases"
 GOLDEN = json.loads((CASES / "smollm2-golden.json").read_text())
 STORY = " girl named Emma who loved to play in the sun. She would often go to the beach and play with her friends. "
 STORY += "One day, she decided to go to"
-GOLDEN_NMSE = 1e-10  # each position by itself
+GOLDEN_NMSE = {"float32": 1e-10, "int8": gate.TOLERANCE["int8"]}  # each position by itself
+EXACT = [name for name in CPU if gate.operands(name) == "float32"]  # whose text is the oracle's, near-ties included
 QUANTS = ("q4_k_m", "q8_0", "f16")
 IDS = [1, 17, 300, 17, 511, 0, 42, 42, 9]
 NEW = 4
@@ -37,7 +38,15 @@ def golden_logits():
 def spoken(smollm2):
     """spoken[stage][prompt]: logits at each position of the prompt and of the golden ids after it, in one forward."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        return dict(zip(LADDER, pool.map(speak, LADDER, [smollm2] * len(LADDER)), strict=True))
+        return dict(zip(CPU, pool.map(speak, CPU, [smollm2] * len(CPU)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def told(smollm2):
+    """told[prompt]: the oracle's logits for the golden ids."""
+    gguf = open_model(smollm2)
+    texts = {prompt: given["ids"] + given["greedy"][:-1] for prompt, given in GOLDEN.items()}
+    return {prompt: reference.logits(gguf, ids, rows=len(GOLDEN[prompt]["greedy"])) for prompt, ids in texts.items()}
 
 
 def speak(name, path):
@@ -50,23 +59,26 @@ def speak(name, path):
     }
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", CPU)
 @pytest.mark.parametrize("prompt", GOLDEN)
 def test_logits_of_the_real_model(spoken, golden_logits, name, prompt):
     want = golden_logits[prompt]
     got = spoken[name][prompt][: len(want)]
     assert got.dtype == np.float32
-    assert max(map(reference.nmse, got, want)) <= GOLDEN_NMSE
+    assert max(map(reference.nmse, got, want)) <= GOLDEN_NMSE[gate.operands(name)]
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", CPU)
 @pytest.mark.parametrize("prompt", GOLDEN)
-def test_ids_of_the_real_model(spoken, name, prompt):
-    stage, rows = load_stage(name), spoken[name][prompt][len(GOLDEN[prompt]["ids"]) - 1 :]
-    assert [stage.argmax(row) for row in rows] == GOLDEN[prompt]["greedy"]
+def test_ids_of_the_real_model(spoken, told, name, prompt):
+    rows = spoken[name][prompt][len(GOLDEN[prompt]["ids"]) - 1 :]
+    ids = [load_stage(name).argmax(row) for row in rows]
+    if name in EXACT:
+        assert ids == GOLDEN[prompt]["greedy"]
+    assert gate.agreement(rows, ids, told[prompt], gate.tolerance(name)).passed
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", EXACT)
 def test_the_real_model_tells_its_story(spoken, smollm2, name):
     rows = spoken[name]["story"][len(GOLDEN["story"]["ids"]) - 1 :]
     assert Tokenizer.from_gguf(read(smollm2)).decode([int(row.argmax()) for row in rows]) == STORY
@@ -77,7 +89,7 @@ def test_the_oracle_on_the_real_model(smollm2, golden_logits, prompt):
     ids, greedy = GOLDEN[prompt]["ids"], GOLDEN[prompt]["greedy"]
     rows = reference.compute(open_model(smollm2), ids + greedy[:-1]).logits
     assert rows.dtype == np.float64
-    assert max(map(reference.nmse, rows[: len(ids)], golden_logits[prompt])) <= GOLDEN_NMSE
+    assert max(map(reference.nmse, rows[: len(ids)], golden_logits[prompt])) <= GOLDEN_NMSE["float32"]
     told = rows[len(ids) - 1 :]
     assert told.argmax(axis=1).tolist() == greedy
     first, second = np.sort(told, axis=1)[:, :-3:-1].T
@@ -86,9 +98,13 @@ def test_the_oracle_on_the_real_model(smollm2, golden_logits, prompt):
     assert likely.mean() == pytest.approx(GOLDEN[prompt]["mean_nll"], abs=1e-5)
 
 
-@pytest.fixture(scope="module", params=LADDER)
+@pytest.fixture(scope="module", params=CPU)
 def stage(request):
     return load_stage(request.param)
+
+
+def allowed(stage):
+    return gate.tolerance(stage.__name__.rpartition(".")[2])
 
 
 @pytest.fixture(scope="module", params=QUANTS)
@@ -101,7 +117,7 @@ def test_logits_at_every_position(stage, gguf):
     model = stage.load(gguf, len(IDS), 1)
     got = stage.logits(model, stage.forward(model, IDS, 0))
     assert got.shape == want.shape == (len(IDS), gguf.config.V)
-    assert max(map(reference.nmse, got, want)) <= gate.tolerance(stage.__name__.rpartition(".")[2])
+    assert max(map(reference.nmse, got, want)) <= allowed(stage)
 
 
 @pytest.mark.parametrize("length", [1, 2, len(IDS)])
@@ -113,7 +129,7 @@ def test_generate(stage, gguf, length):
     assert len(ids) == NEW
     assert list(ids) == [int(np.argmax(row)) for row in rows]
     want = reference.compute(gguf, [*prompt, *ids[:-1]], rows=NEW).logits
-    assert gate.agreement(rows, ids, want, gate.tolerance(stage.__name__.rpartition(".")[2])).passed
+    assert gate.agreement(rows, ids, want, allowed(stage)).passed
 
 
 def test_generate_goes_on_from_ids_it_is_given(stage, gguf):
@@ -129,7 +145,7 @@ def test_generate_goes_on_from_ids_it_is_given(stage, gguf):
     assert [i for i, _ in pairs] == IDS[2:]
     assert all(np.array_equal(row, kept) for (_, row), kept in zip(pairs, seen, strict=True))
     want = reference.compute(gguf, IDS[:-1], rows=len(pairs)).logits
-    assert max(map(reference.nmse, [row for _, row in pairs], want)) <= gate.tolerance("float")
+    assert max(map(reference.nmse, [row for _, row in pairs], want)) <= allowed(stage)
 
 
 def test_generate_twice_says_the_same(stage, gguf):
@@ -145,7 +161,7 @@ def test_fewer_layers(stage, tiny):
     gguf = open_model(tiny, 1)
     model = stage.load(gguf, len(IDS), 1)
     want = reference.compute(gguf, IDS).logits
-    assert reference.nmse(stage.logits(model, stage.forward(model, IDS, 0)), want) <= 1e-8
+    assert reference.nmse(stage.logits(model, stage.forward(model, IDS, 0)), want) <= allowed(stage)
     assert reference.nmse(reference.compute(open_model(tiny), IDS).logits, want) > 1e-2
 
 

@@ -183,7 +183,7 @@ def test_logits_at_every_position(stage, tiny_of, quant):
     model = stage.load(gguf, len(IDS), 1)
     got = stage.logits(model, stage.forward(model, IDS, 0))
     assert type(got) is np.ndarray and got.dtype == np.float32 and got.shape == want.shape
-    assert max(map(reference.nmse, got, want)) <= gate.TOLERANCE["float"]
+    assert max(map(reference.nmse, got, want)) <= gate.TOLERANCE["float32"]
 
 
 def test_a_context_filled_to_its_last_position(stage, tiny):
@@ -194,7 +194,7 @@ def test_a_context_filled_to_its_last_position(stage, tiny):
     pairs = list(stage.generate(model, ids[: context - given], given + 1, lambda row: next(forced)))
     assert [i for i, _ in pairs] == ids[context - given :]
     want = reference.compute(gguf, ids[:context], rows=given + 1).logits
-    assert max(map(reference.nmse, [row for _, row in pairs], want)) <= gate.TOLERANCE["float"]
+    assert max(map(reference.nmse, [row for _, row in pairs], want)) <= gate.TOLERANCE["float32"]
     with pytest.raises(ValueError, match="301 tokens do not fit a context of 300"):
         stage.forward(model, [1], context)
 
@@ -210,7 +210,7 @@ def test_the_real_models_shape(stage, tmp_path_factory):
     told = [row for _, row in stage.generate(model, ids[:33], 8, lambda row: next(forced))]
     assert np.array_equal(np.argmax(rows[-1]), np.argmax(told[0]))
     for got, right in ((rows, want[:33]), (told, want[32:])):
-        assert max(map(reference.nmse, got, right)) <= gate.TOLERANCE["float"]
+        assert max(map(reference.nmse, got, right)) <= gate.TOLERANCE["float32"]
 
 
 def test_logits_of_the_real_model(stage, smollm2):
@@ -220,7 +220,7 @@ def test_logits_of_the_real_model(stage, smollm2):
     with np.load(CASES / "smollm2-golden.npz") as arrays:
         for name, given in golden.items():
             rows = stage.logits(model, stage.forward(model, given["ids"], 0))
-            assert max(map(reference.nmse, rows, arrays[name])) <= gate.TOLERANCE["float"]
+            assert max(map(reference.nmse, rows, arrays[name])) <= gate.TOLERANCE["float32"]
             told = [i for i, _ in stage.generate(model, given["ids"], len(given["greedy"]))]
             assert told == given["greedy"]
 

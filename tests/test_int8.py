@@ -11,15 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import reference
+from common import gate, reference
 from common.gguf import TYPES
-from common.int8 import GROUP, INTEGER, STEP, pack, to_int8, to_integers
+from common.harness import Request
+from common.int8 import GROUP, INTEGER, STEP, pack, to_int8, to_integers, unpacked
 from common.jit import njit
 from common.model import open_model
 from common.packing import quantize
 from common.quants import unpack_blocks
 from stages import quantized
 from stages.quantized import Blocks
+from tests.helpers import copy_of
 
 STAGES = ("integer", "packed", "blocked")
 NAMES = [name for name, kind in TYPES.items() if kind.id in INTEGER]
@@ -265,3 +267,25 @@ def test_logits_of_the_real_model(stage, smollm2):
     got = rows_of(stage, gguf, ids)
     assert reference.nmse(got, want) <= LOGITS
     assert reference.nmse(rows_of(stage, gguf, ids, 3), got) <= LOGITS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_packed_can_be_had_back(name):
+    w, _ = matrix(name, 17, 512)
+    packed = pack(w.kind, w.raw, w.N, w.K // w.length, w.size)
+    assert np.array_equal(unpacked(w.kind, packed, w.N, w.K // w.length, w.size), w.raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "where"),
+    [
+        ("integer", "lanes = load_lanes(m, 0)", "lanes = load_lanes(m, 0) * 2", "token 0, layer 0, matmul (w_q)"),
+        ("packed", "n // ROWS * blocks + b", "n // ROWS * blocks + max(b, 1)", "token 0, layer 0, matmul (w_q)"),
+        ("packed", "return rms_norm(x, weights", "return rms_norm(2 * x - x[:1], weights", "the output norm"),
+    ],
+)
+def test_the_gate_names_a_fault_in_integers(name, old, new, where, tiny, tmp_path):
+    path = copy_of(name, tmp_path, (old, new))
+    assert where in gate.first_fault(Request(str(path), str(tiny), IDS, 1))
+    sound = copy_of(name, tmp_path, name="sound.py")
+    assert "right at every position" in gate.first_fault(Request(str(sound), str(tiny), IDS, 1))

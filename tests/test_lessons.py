@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from common import diff
-from common.stage import FOLDER, LADDER, OPS, load_stage
+from common.stage import FOLDER, LADDER, OPS, fused, load_stage
 from tests.helpers import copy_of
 
 
@@ -34,7 +34,7 @@ BUDGETS = {
     "quantized": (200, None),
 }
 NAMED = ("load", "attention", "forward", "logits", "generate")
-SECTIONS = ["docstring", "import", "PREVIOUS", "CHANGES", "constant"]
+SECTIONS = ["docstring", "import", *diff.MARKS, "constant"]
 SECTIONS += ["load", "ops", "attention", "forward", "logits", "generate"]
 
 
@@ -92,7 +92,9 @@ def test_a_chapter_stands_beside_the_stage(name):
 @pytest.mark.parametrize("name", LADDER)
 def test_ops_resolve_with_the_same_signatures(name):
     stage, first = load_stage(name), load_stage(LADDER[0])
-    for op in (*OPS, *NAMED):
+    assert set(fused(stage)) <= set(OPS)
+    assert all(hasattr(stage, name) for name in fused(stage).values())
+    for op in {*OPS, *NAMED} - set(fused(stage)):
         assert parameters(stage, op) == parameters(first, op), op
 
 
@@ -113,11 +115,11 @@ def sections(source):
             found.append("constant")  # a type, such as what load makes of a tensor
         elif isinstance(node, ast.Assign):
             target = ast.unparse(node.targets[0])
-            found.append(target if target in ("PREVIOUS", "CHANGES") else "constant")
+            found.append(target if target in diff.MARKS else "constant")
         else:
             found.append(node.name if node.name in NAMED else "ops")
     places = [SECTIONS.index(part) for part in found]
-    assert set(SECTIONS) - set(found) <= {"constant"}, "a section is missing"
+    assert set(SECTIONS) - set(found) <= {"constant", *diff.MARKS[2:]}, "a section is missing"
     return [(a, b) for a, b, x, y in zip(found, found[1:], places, places[1:], strict=False) if x > y]
 
 
