@@ -214,6 +214,34 @@ def read(stage: StageName = None, stage_option: StageOption = None) -> None:
 
 
 @app.command()
+def chat(
+    stage: StageName = None,
+    stage_option: StageOption = None,
+    model: Model = None,
+    layers: Layers = None,
+    system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
+    n: Annotated[int | None, typer.Option("-n", help="New tokens an answer (default 512).")] = None,
+    context: Context = None,
+    threads: Threads = 1,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Talk with a model on any stage; Ctrl-C stops an answer. From a pipe, each line is a turn."""
+    from common import chat as talking
+    from common.sampling import sampler
+
+    named = one(stage, stage_option) if stage or stage_option else None
+    drawn = sampler(temperature, top_k, top_p, min_p, seed)
+    new = talking.NEW_TOKENS if n is None else n
+    job = prepared(model, layers, ".", None, None, new, context, threads, drawn)
+    out(as_json, talking.chat(named, job, system, as_json), lambda _: [])
+
+
+@app.command()
 def quality(
     stages: Annotated[list[str], typer.Argument(metavar="STAGE …", help="Stages, all on the same text.")],
     model: Model = None,

@@ -90,11 +90,8 @@ def talk(what: str, request: Request, on_token: Callable[[int, float], None] = l
 
     What a worker does beyond measuring may need more than a request: JSON values, by name.
     """
-    command = [sys.executable, "-m", "common.harness"]
-    root = str(Path(__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env)
+        process = spawn("common.harness", errors)
         try:
             process.stdin.write(json.dumps({"do": what, "request": asdict(request), **more}).encode() + b"\n")
             process.stdin.flush()
@@ -111,6 +108,14 @@ def talk(what: str, request: Request, on_token: Callable[[int, float], None] = l
             process.wait()
             process.stdin.close()
             process.stdout.close()
+
+
+def spawn(module: str, errors) -> subprocess.Popen:
+    """A worker: a module of ours as a fresh process, with pipes to talk through and a file for what it complains of."""
+    root = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-m", module]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env)
 
 
 def last_words(code: int, errors) -> str:
