@@ -4,14 +4,20 @@ A stage holds its source string, its options and the architectures that the sour
 them lazily, so that importing a stage needs neither CuPy nor a GPU; `compile` is the check that needs no driver.
 """
 
+import ctypes
 import functools
 import importlib.util
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 
 class CUDAError(RuntimeError):
     """A kernel that cannot be compiled, or that this GPU cannot run."""
+
+
+class MissingCompiler(CUDAError):
+    """No NVRTC is installed."""
 
 
 class Resources(NamedTuple):
@@ -88,34 +94,85 @@ def _kernel(source: str, options: tuple, archs: tuple, name: str, shared: int, d
     return kernel
 
 
-def includes() -> list[str]:
-    """The folders of CUDA headers that the nvidia wheels installed."""
+# The nvidia wheels' folders by CUDA version: where the library of NVRTC lies, and where the headers.
+WHEELS = {
+    13: ("cu13/lib", ("cu13/include", "cu13/include/cccl")),
+    12: ("cuda_nvrtc/lib", ("cuda_runtime/include", "cuda_nvcc/include", "cuda_cccl/include")),
+}
+OLDEST = 75  # capability that CUDA 13 still compiles for; older GPUs need CUDA 12
+
+
+def compilers() -> dict[int, Path]:
+    """The NVRTC of each CUDA version that the nvidia wheels installed."""
+    found = {}
+    for version, (libraries, _) in WHEELS.items():
+        for path in (p for root in wheel_folders() for p in (root / libraries).glob(f"libnvrtc.so.{version}")):
+            found.setdefault(version, path)
+    return found
+
+
+def version_for(arch: str) -> int:
+    """The CUDA version to compile with: the newest that is installed and knows `arch`."""
+    return 12 if int(re.sub(r"\D", "", arch)) < OLDEST else max(compilers(), default=13)
+
+
+def wheel_folders() -> list[Path]:
     spec = importlib.util.find_spec("nvidia")
-    roots = [f"{folder}/cu13/include" for folder in spec.submodule_search_locations] if spec else []
-    return [f"-I{root}{sub}" for root in roots for sub in ("", "/cccl")]
+    return [Path(folder) for folder in spec.submodule_search_locations] if spec else []
 
 
-def compile(source: str, options: tuple = (), arch: str = "sm_90") -> tuple[bytes, dict[str, Resources]]:
-    """Compile without a driver: the cubin, and each kernel's resources. Raises CUDAError with the compiler's log."""
-    from cuda.bindings import nvrtc
+@functools.cache
+def library(path: Path) -> ctypes.CDLL:
+    """NVRTC, which looks for its other half by name, and finds it once it is loaded."""
+    for half in path.parent.glob(f"libnvrtc-builtins{path.suffix.replace('.', '.so.')}.*"):
+        ctypes.CDLL(str(half))
+    return ctypes.CDLL(str(path))
 
-    def done(error, *values):
-        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CUDAError(f"NVRTC: {error.name}")
-        return values[0] if len(values) == 1 else values
 
-    program = done(*nvrtc.nvrtcCreateProgram(source.encode(), b"stage.cu", 0, [], []))
-    flags = [*options, f"-arch={arch}", "--ptxas-options=-v", *includes()]
-    error = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])[0]
-    log = b" " * done(*nvrtc.nvrtcGetProgramLogSize(program))
-    done(*nvrtc.nvrtcGetProgramLog(program, log))
-    log = log.decode(errors="replace").strip("\0 \n")
-    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CUDAError(f"{arch}: {log}")
-    cubin = b" " * done(*nvrtc.nvrtcGetCUBINSize(program))
-    done(*nvrtc.nvrtcGetCUBIN(program, cubin))
-    done(*nvrtc.nvrtcDestroyProgram(program))
-    return cubin, _resources(log)
+class Compiled(NamedTuple):
+    """What NVRTC made of a source."""
+
+    cubin: bytes
+    kernels: dict[str, Resources]
+    ptx: str
+
+
+def compile(source: str, options: tuple = (), arch: str = "sm_90") -> Compiled:
+    """Compile without a driver. Raises MissingCompiler where no NVRTC is installed for `arch`, else CUDAError with the
+    compiler's log.
+    """
+    version = version_for(arch)
+    if version not in compilers():
+        wheels = {13: "nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-crt",
+                  12: "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12"}[version]  # fmt: skip
+        raise MissingCompiler(f"to compile for {arch} without a GPU: pip install {wheels}, of CUDA {version}")
+    nvrtc = library(compilers()[version])
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def done(error):
+        if error:
+            raise CUDAError(f"NVRTC: {nvrtc.nvrtcGetErrorString(error).decode()}")
+
+    def text(what: str) -> bytes:
+        """What nvrtcGet<what> gives, whose length nvrtcGet<what>Size says."""
+        size = ctypes.c_size_t()
+        done(getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        done(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    program = ctypes.c_void_p()
+    done(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"stage.cu", 0, None, None))
+    try:
+        folders = [root / folder for root in wheel_folders() for folder in WHEELS[version][1]]
+        flags = [*options, f"-arch={arch}", "--ptxas-options=-v", *(f"-I{folder}" for folder in folders)]
+        error = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
+        log = text("ProgramLog").decode(errors="replace").strip("\0 \n")
+        if error:
+            raise CUDAError(f"{arch}: {log}")
+        return Compiled(text("CUBIN"), _resources(log), text("PTX").rstrip(b"\0").decode())
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _resources(log: str) -> dict[str, Resources]:

@@ -99,7 +99,8 @@ def cuda_functions(text: str) -> dict[str, tuple[str, int]]:
         parts[match[1]] = (text[match.start() : end], text.count("\n", 0, match.start()))
         at = end
     rest.append(text[at:])
-    return {"": ("".join(rest), 0), **parts}
+    # Blank lines around a new function are no difference of what stands outside.
+    return {"": (re.sub(r"\n(?:[ \t]*\n)+", "\n", "".join(rest)), 0), **parts}
 
 
 def changes(old: Path, new: Path) -> list[Change]:

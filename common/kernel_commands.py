@@ -393,10 +393,10 @@ def compiled(rungs, stage: str, name: str, value: str, row: dict, missing: str) 
     if "SOURCE" not in module:
         raise MissingError(f"{stage} can't be swept here: {missing}")
     try:
-        _, kernels = cuda.compile(module["SOURCE"], module["OPTIONS"], module["ARCHS"][-1])
+        kernels = cuda.compile(module["SOURCE"], module["OPTIONS"], module["ARCHS"][-1]).kernels
         row["registers"] = max(used.registers for used in kernels.values())
-    except ImportError as error:
-        raise MissingError(f"{missing}; to compile only, install cuda-bindings and nvidia-cuda-nvrtc") from error
+    except cuda.MissingCompiler as error:
+        raise MissingError(f"{missing}; {error}") from error
     except cuda.CUDAError as error:
         row["wrong"] = f"does not compile: {sentence(error)}"
 

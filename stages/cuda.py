@@ -26,11 +26,11 @@ from common.stage import Model
 
 PREVIOUS = "offload"
 CHANGES = (
-    "load", "matmul", "add", "mul", "silu", "rms_norm", "rope", "attention", "forward", "logits", "OPTIONS", "SOURCE",
+    "load", "matmul", "add", "mul", "silu", "rms_norm", "rope", "attention", "forward", "logits", "OPTIONS",
     "SOURCE.add", "SOURCE.mul", "SOURCE.silu", "SOURCE.rms_norm", "SOURCE.rope", "SOURCE.append", "SOURCE.attention",
 )  # fmt: skip
 FUSED = {"dot": "attention", "scale": "attention", "softmax": "attention"}
-ARCHS = ("sm_75", "sm_80", "sm_90")
+ARCHS = ("sm_50", "sm_75", "sm_80", "sm_90")
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 THREADS = 128  # four warps: a row's tiles are few, and more threads would idle at its end

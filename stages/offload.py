@@ -25,7 +25,7 @@ from common.stage import Model
 
 PREVIOUS = "quantized"
 CHANGES = ("Blocks", "load", "matmul", "SOURCE.total", "SOURCE.matmul")
-ARCHS = ("sm_75", "sm_80", "sm_90")
+ARCHS = ("sm_50", "sm_75", "sm_80", "sm_90")
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 THREADS = 128  # four warps: a row's tiles are few, and more threads would idle at its end

@@ -23,9 +23,9 @@ from common.quants import dequantize
 from common.stage import Model
 
 PREVIOUS = "cuda"
-CHANGES = ("load", "embed", "forward", "SOURCE", "SOURCE.embed")
+CHANGES = ("load", "embed", "forward", "SOURCE.embed")
 FUSED = {"dot": "attention", "scale": "attention", "softmax": "attention"}
-ARCHS = ("sm_75", "sm_80", "sm_90")
+ARCHS = ("sm_50", "sm_75", "sm_80", "sm_90")
 
 THREADS = 128  # four warps: a row's tiles are few, and more threads would idle at its end
 TILE = 8 * THREADS  # weights in shared memory: eight a thread, as many as one unpacks at a time

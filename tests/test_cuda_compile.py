@@ -32,11 +32,12 @@ STATIC_SHARED = 48 * 1024  # bytes a block may declare
 
 
 def sources():
-    """(module name, arch) of every module under stages/ that holds SOURCE and ARCHS."""
+    """(module name, arch) of every module under stages/ that holds SOURCE and ARCHS; sm_50 where CUDA 12 is here."""
     for found in pkgutil.walk_packages(stages.__path__, "stages."):
         if "SOURCE" in (text := Path(found.module_finder.find_spec(found.name).origin).read_text()) and "ARCHS" in text:
             module = importlib.import_module(found.name)
-            yield from ((found.name, arch) for arch in module.ARCHS)
+            here = (arch for arch in module.ARCHS if arch != "sm_50" or cuda.version_for(arch) in cuda.compilers())
+            yield from ((found.name, arch) for arch in here)
 
 
 SOURCES = list(sources())
@@ -51,7 +52,7 @@ def test_the_stages_are_found():
 @pytest.mark.parametrize(("name", "arch"), SOURCES)
 def test_a_source_compiles_and_spills_nothing(name, arch):
     module = importlib.import_module(name)
-    cubin, kernels = cuda.compile(module.SOURCE, getattr(module, "OPTIONS", ()), arch)
+    cubin, kernels, _ = cuda.compile(module.SOURCE, getattr(module, "OPTIONS", ()), arch)
     assert cubin.startswith(b"\x7fELF")
     plain = re.sub(r"__launch_bounds__\([^()]*\)", "", module.SOURCE)
     assert set(kernels) == set(re.findall(r"__global__\s+void\s+(\w+)\(", plain))
@@ -66,6 +67,16 @@ def test_a_broken_source_says_why():
         cuda.compile('extern "C" __global__ void f(float* x) { x[0] = nowhere; }')
 
 
+def test_an_old_gpu_needs_an_old_compiler(monkeypatch):
+    assert cuda.version_for("sm_75") == cuda.version_for("sm_90a") == 13
+    assert cuda.version_for("sm_50") == 12
+    monkeypatch.setattr(cuda, "compilers", dict)
+    with pytest.raises(cuda.MissingCompiler, match="to compile for sm_50 .* pip install nvidia-cuda-nvrtc-cu12"):
+        cuda.compile("", (), "sm_50")
+    with pytest.raises(cuda.MissingCompiler, match="to compile for sm_90 .* pip install nvidia-cuda-nvrtc nvidia"):
+        cuda.compile("", (), "sm_90")
+
+
 def test_resources_are_read_for_each_kernel():
     """A kernel with an array in local memory is told from one without, or the limits above would guard nothing."""
     source = (
@@ -77,7 +88,7 @@ def test_resources_are_read_for_each_kernel():
         "    for (int i = 0; i < 64; ++i) x[i] = a[i];\n"
         "}\n"
     )
-    _, kernels = cuda.compile(source)
+    kernels = cuda.compile(source).kernels
     assert set(kernels) == {"lean", "heavy"}
     assert kernels["lean"].stack == 0 and kernels["heavy"].stack >= 256
     assert 0 < kernels["lean"].registers < kernels["heavy"].registers
