@@ -1,7 +1,6 @@
 """The command line for kernel ladders, and how their rungs are timed."""
 
 import json
-import sys
 
 import pytest
 
