@@ -134,13 +134,8 @@ def test_the_oldest_turns_go_when_the_context_is_full(tiny):
     assert all(turn.stop_reason == "length" for turn in turns)
     system = words(asked, "Be brief")[1:]
     last = next(ids for ids, start in reversed(step.calls) if len(ids) > 1)
-    last_prompt = asked.tokenizer.chat(
-        [
-            *talk.first,
-            *(m for t in talk.turns[:-1] for m in t.messages),
-            {"role": "user", "content": "message number 7"},
-        ]
-    )
+    before = [message for turn in talk.turns[:-1] for message in turn.messages]
+    last_prompt = asked.tokenizer.chat([*talk.first, *before, {"role": "user", "content": "message number 7"}])
     assert last_prompt[-len(last) :] == last
     assert str(system)[1:-1] in str(last_prompt), "the system message stays"
 
@@ -224,9 +219,8 @@ def test_no_input_is_no_turn(tiny):
 def test_model_text_cannot_act_on_the_terminal(tiny, tmp_path):
     asked = job(tiny)
     escape = asked.tokenizer.texts.index("<0x1B>")
-    path = copy_of(
-        "kv_cache", tmp_path, ('PREVIOUS = "simd"', f"def argmax(row):\n    return {escape}\n\n\nPREVIOUS = 0")
-    )
+    liar = f"def argmax(row):\n    return {escape}\n\n\nPREVIOUS = 0"
+    path = copy_of("kv_cache", tmp_path, ('PREVIOUS = "simd"', liar))
     done = piped(tiny, b"a\n", stage=str(path))
     assert done.stdout == rb"\x1b\x1b\x1b\x1b" + b"\n"
 
@@ -287,6 +281,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def interrupt(self):
+        time.sleep(0.3)  # readline shows its prompt a moment before it listens
         os.killpg(self.process.pid, signal.SIGINT)
 
     def ended(self):
@@ -306,9 +301,8 @@ def group(process):
 @pytest.fixture
 def terminal(tiny, tmp_path):
     """A conversation with a stage that takes a tenth of a second for a token."""
-    path = copy_of(
-        "kv_cache", tmp_path, ("import math\n", "import math\nimport time\n"), ("    return matmul(hidden", "    time.sleep(0.1)\n    return matmul(hidden")
-    )  # fmt: skip
+    slow = ("    return matmul(hidden", "    time.sleep(0.1)\n    return matmul(hidden")
+    path = copy_of("kv_cache", tmp_path, ("import math\n", "import math\nimport time\n"), slow)
     opened = Terminal(path, "-m", tiny, "-n", 200, "--context", 1000, "--temperature", 1, "--seed", 1)
     yield opened
     if opened.process.poll() is None:
