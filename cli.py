@@ -120,9 +120,9 @@ def run(
     from common import run as running
     from common import show
     from common.sampling import sampler
-    from common.stage import source_path
+    from common.stage import require
 
-    source_path(one(stage, stage_option))
+    require(one(stage, stage_option))
     job = prepared(
         model, layers, prompt, ids, shape, n, context, threads, sampler(temperature, top_k, top_p, min_p, seed)
     )  # fmt: skip

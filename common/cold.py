@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from common import harness, machine, records, show
 from common.job import Job
 from common.profile import heading
+from common.stage import source_path
 
 
 def cold_run(request: harness.Request) -> dict:
@@ -117,6 +118,7 @@ def cold(name: str, job: Job, save: str | None = None) -> dict:
     """Run one stage cold, check its logits, and record it. Raises WrongError, RunError and StageError."""
     from common.run import check
 
+    source_path(name)
     folder = records.writable(records.folder(save))
     here = machine.identify()
     unmap(job.gguf.gguf.file)

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common import diff, gate, harness, machine, records, roofline, show
+from common import diff, gate, harness, machine, peers, records, roofline, show
 from common.harness import Sample
 from common.job import Job, UsageError
 from common.run import check
-from common.stage import OPS, code_path
+from common.stage import OPS, PEERS, code_path, require
 from common.stats import FEWEST, verdict
 
 ROUNDS = 7  # runs of each stage, the first uncounted; a 99 % interval from fewer pairs is too wide to be of use
@@ -27,7 +27,7 @@ def checked(names: list[str]) -> list[str]:
     if len(names) < 2:
         raise UsageError("name two stages or more, such as naive tiling")
     for name in names:
-        code_path(name)
+        (require if name in PEERS else code_path)(name)
     return names
 
 
@@ -51,7 +51,10 @@ def compare(names: list[str], job: Job, budget_s: float, save: str | None = None
         "schema": records.SCHEMA,
         "stages": runs,
         "pairs": [pair for i in steps for pair in judge(runs[i], runs[i + 1], samples[i], samples[i + 1])],
-        "agree": [{"stage": name, **a._asdict()} for name, a in zip(names, agreed, strict=True)],
+        "agree": [
+            {"stage": name, **a._asdict(), "tolerance": gate.tolerance(name)}
+            for name, a in zip(names, agreed, strict=True)
+        ],
         "changed": {names[i + 1]: changed(names[i], names[i + 1]) for i in steps},
         "budget_s": budget_s,
         "why": roofline.sentence(names, job, here),
@@ -126,14 +129,18 @@ def judge(a: dict, b: dict, samples_a: list[Sample], samples_b: list[Sample]) ->
 
 
 def changed(a: str, b: str) -> list[str]:
-    return [c.name for c in diff.changes(code_path(a), code_path(b))]
+    """The definitions that differ; a peer shares none with a stage."""
+    return [] if {a, b} & set(PEERS) else [c.name for c in diff.changes(code_path(a), code_path(b))]
 
 
 def estimate(names: list[str], job: Job, budget_s: float, expected: list[dict]) -> str:
-    """How long this will take, said before it starts; a stage without an expectation counts as its whole budget."""
+    """How long this will take, said before it starts; a stage without an expectation counts as its whole budget, a peer
+    as the quickest stage.
+    """
     total, told = 0.0, []
+    known = [e["ttft_ms"] for e in expected if e["ttft_ms"]]
     for name, expect in zip(names, expected, strict=True):
-        run = math.inf
+        run = min(known, default=math.inf) / 1e3 if name in PEERS else math.inf
         if expect["ttft_ms"]:
             run = (expect["ttft_ms"] + (job.n - 1) * (expect["ms_per_token"] or 0)) / 1e3
             told.append(f"{name} {expect['ttft_ms'] / 1e3:.1f} s")
@@ -160,6 +167,9 @@ def introduction(names: list[str], ops: tuple[str, ...] = OPS) -> list:
     for a, b in zip(names, names[1:], strict=False):
         if a == b:
             shown.append(show.heading(f"{a} against itself: nothing changed, so nothing should be measured"))
+            continue
+        if {a, b} & set(PEERS):
+            shown.append(show.heading(f"{a} beside {b}: another engine, with the same file, ids, threads and clock"))
             continue
         told = diff.docstring(code_path(b))
         shown.append(show.heading(told[""]))
@@ -201,11 +211,9 @@ def result(document: dict) -> list:
         shown += [rows, ""]
     shown += [show.verdict(p) for p in pairs]
     shown += [document["why"], "", show.costs(runs), ""]
-    for r, agreed in zip(runs, document["agree"], strict=True):
-        ids = "every id the reference's own" if agreed["first_difference"] is None else "ids differ at a tie only"
-        shown.append(
-            f"{r['stage']}: {ids}; logits NMSE {agreed['nmse']:.0e} of {gate.tolerance(r['stage']):.0e} allowed"
-        )
+    for agreed in document["agree"]:
+        shown.append(show.agreement(agreed))
+    shown += [peers.told(r["peer"]) for r in runs if "peer" in r]
     if runs[0]["text"]:
         shown += [show.quote(runs[0]["text"])]
     return [*shown, show.dim(show.footer(runs[0]))]

@@ -344,6 +344,7 @@ def explain(name: str, op: str, job: Job, stress: str | None = None, save: str |
 
     Raises UsageError, StageError and RunError.
     """
+    source_path(name)
     kinds = list(STRESSES) if stress == "both" else [stress] if stress else None
     if stress and stress not in (*STRESSES, "both"):
         raise UsageError(f"--stress {stress}: choose compute, bytes or both")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.sampling import GREEDY, Sampler
-from common.stage import StageError, load_stage, where
+from common.stage import PEERS, StageError, load_stage, where
 
 WARM_IDS = 2  # enough for every array kind: a prompt of more than one row, and a step after it
 SHORT_S = 1.0  # a run expected to be shorter than this is warmed up at its own shape
@@ -136,8 +136,9 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
 
     from common.model import open_model
 
+    confine(request.threads)
     stage = load_stage(request.stage)
-    jit_ms, warm_s = compile_all(stage, request)
+    jit_ms, warm_s = (0.0, 0.0) if request.stage in PEERS else compile_all(stage, request)
 
     counted, before = {}, faults()
     started = time.perf_counter()
@@ -180,6 +181,13 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
     if request.logits_file:
         np.save(request.logits_file, stage.logits(model, stage.forward(model, request.ids, 0)))
     return Sample(ids, stop_reason, times_ms[0], times_ms[1:], load_ms, jit_ms, rss, counted)
+
+
+def confine(threads: int) -> None:
+    """Keep this process, and the threads it will start, to as many cores as it asks for, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        granted = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, granted[:threads])
 
 
 def compile_all(stage, request: Request) -> tuple[float, float]:
@@ -286,6 +294,8 @@ def explain(error: Exception, stage: str) -> tuple[str, int]:
         return f"{stage} needs more memory than there is: {error}; try a shorter --context or fewer --layers", 1
     if isinstance(error, FloatingPointError):
         return f"{stage} is wrong: {error}", 5
+    if stage in PEERS:
+        return f"{stage}: {type(error).__name__}: {error}", 1
     path = source_path(stage)
     said = "".join(f": {line}" for line in str(error).splitlines()[:1])
     return f"{path.name}: {where(error, path)}{type(error).__name__}{said}", 1

@@ -18,6 +18,7 @@ from common import harness, machine, records, roofline, show
 from common.job import Job, quant_mix, quantization
 from common.roofline import Work
 from common.roofs import plain
+from common.stage import source_path
 
 ROUNDS = 6  # of which the first warms up
 SECONDS = 6.0  # no further round begins after this
@@ -318,6 +319,7 @@ def profile(name: str, job: Job, save: str | None = None) -> dict:
     """Profile, check and record one stage. Raises WrongError, RunError, StageError or AccountingError."""
     from common.run import check
 
+    source_path(name)
     folder = records.writable(records.folder(save))
     here = machine.measure()
     with tempfile.TemporaryDirectory() as scratch:

@@ -22,7 +22,7 @@ import numpy as np
 from common import gate, harness, machine, records, reference, roofline, show
 from common.compare import progress
 from common.job import Job, UsageError
-from common.stage import load_stage, source_path
+from common.stage import load_stage, require, short
 
 TEXT = Path(__file__).parent / "data" / "tom-sawyer-chapter-1.txt"
 TOKENS = 2048  # of a text, unless told; intervals narrow with the root of it
@@ -215,7 +215,7 @@ def quality(
     Raises UsageError for a text or a model that can't be scored, StageError, RunError and RecordError.
     """
     for name in names:
-        source_path(name)
+        require(name)
     told, windows = cut(job, text, TOKENS if tokens is None else tokens)
     folder = records.writable(records.folder(save))
     here = machine.measure(walks=roofline.walks(names, job.gguf.config))
@@ -260,7 +260,7 @@ def score_stages(
             np.save(wanted[i], rows.astype(np.float32))
             bar.advance(task)
         for name in names:
-            bar.update(task, description=Path(name).stem)
+            bar.update(task, description=short(name))
             request, done = job.request(name, budget_s=budget_s), []
 
             def advance(i: int, ms: float, done=done) -> None:
@@ -332,7 +332,7 @@ def estimate(names: list[str], job: Job, windows: list[list[int]], budget_s: flo
     oracle = 2 * sum(m.count * m.K * m.N for m in roofline.matmuls(job.gguf.config)) * tokens
     parts = {"the reference": oracle / (roofline.peak(here, here.threads) / 2 * ORACLE_SHARE) / 1e9}
     for name in names:
-        parts[Path(name).stem] = min(budget_s, sum(window_s(name, job, len(ids), here) for ids in windows))
+        parts[short(name)] = min(budget_s, sum(window_s(name, job, len(ids), here) for ids in windows))
     told = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in parts.items())
     return f"{tokens:,} tokens, about {sum(parts.values()):.0f} s: {told}; at most {budget_s:.0f} s a stage (--budget)"
 
@@ -391,10 +391,6 @@ def render(document: dict) -> list:
         top = span([100 * share for share in spread["same_top1"]])
         shown.add_row("", span(spread["perplexity"]), *(power(spread[f"kl_{p}"]) for p in parts), top, style="dim")
     return [shown, *map(by_path, document["stages"]), *map(against, document["pairs"]), *notes(document)]
-
-
-def short(stage: str) -> str:
-    return Path(stage).stem
 
 
 def span(interval) -> str:

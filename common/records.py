@@ -7,11 +7,12 @@ import subprocess
 from pathlib import Path
 from statistics import median
 
-from common import roofline
+from common import peers, roofline
 from common.gate import Agreement
 from common.harness import Sample
 from common.job import Job, quant_mix, quantization
 from common.machine import slug
+from common.stage import PEERS, short
 from common.stats import percentiles, summary
 
 SCHEMA = 1  # raised when a key changes its meaning or goes away
@@ -70,6 +71,7 @@ def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | 
         "expect": expected,
         "agreement": agreed._asdict() if agreed else None,
         "commit": commit(),
+        **({"peer": peers.about()} if stage in PEERS else {}),
     }
 
 
@@ -151,6 +153,6 @@ def refused(place: Path, reason: str) -> RecordError:
 def file_name(runs: list[dict]) -> str:
     """'naive-tiling-smollm2-135m-q4-1-30-layers-pp9-tg8.json': the stages, the model and the shape."""
     model = runs[0]["model"]
-    stages = [Path(r["stage"]).stem for r in runs]
+    stages = [short(r["stage"]) for r in runs]
     words = [*stages, model["name"], model["quant"], f"{model['layers']} layers", runs[0]["shape"]]
     return slug(" ".join(words))[:LONGEST] + ".json"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from common import diff
 from common.gguf import TYPES
 from common.machine import GB, LINE, LINE_FLOATS, Machine, curve, doubted
-from common.stage import StageError, source_path
+from common.stage import PEERS, StageError, source_path
 
 SLACK = 1.05  # a measured bandwidth is itself a measurement; beyond this the accounting is wrong
 NEAR_CHAIN = 1.5  # up to this many times the addition's latency, the chain of additions decides
@@ -510,8 +510,11 @@ def walks(stages: Iterable[str], config) -> list[tuple[int, int, int]]:
 def modelled(stage: str) -> str:
     """The stage whose cost function speaks for `stage`: itself, or the nearest below it that has one, else naive.
 
-    A reader's file is read, not run: what is wrong with it comes to light in the process that runs it.
+    A reader's file is read, not run: what is wrong with it comes to light in the process that runs it. A peer reads the
+    file's blocks, as quantized does.
     """
+    if stage in PEERS:
+        return "quantized"
     seen = set()
     while stage not in COSTS:
         if stage in seen:
@@ -534,6 +537,9 @@ def expectation(stage: str, job, machine: Machine) -> dict:
         *(known, job.gguf.config, file_bytes(weights), len(job.ids), job.room, machine, job.threads),
         file_types(weights),
     )
+    if stage in PEERS:
+        nothing = {"ttft_ms": None, "ms_per_token": None, "ops": {}}
+        return replace(found, stage=stage, reason="a peer's time is not predicted", **nothing).to_json()
     if known != stage:
         found = replace(found, stage=stage, reason=f"as {known}: {found.reason}")
     return found.to_json()

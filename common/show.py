@@ -187,7 +187,22 @@ def run_result(record: dict) -> list:
             number(expect["bound_ms_per_token"]),
             times(token / expect["bound_ms_per_token"]),
         )
-    return [rows, costs([record]), Text(footer(record), style="dim")]
+    if "peer" in record:
+        from common import gate, peers
+
+        agreed = {"stage": record["stage"], "tolerance": gate.tolerance(record["stage"]), **record["agreement"]}
+        return [rows, costs([record]), agreement(agreed), peers.told(record["peer"]), dim(footer(record))]
+    return [rows, costs([record]), dim(footer(record))]
+
+
+def agreement(found: dict) -> str:
+    """'naive: every id the reference's own; logits NMSE 3e-13 of 1e-08 allowed, KL 2e-13'"""
+    ids = "every id the reference's own" if found["first_difference"] is None else "ids differ at a tie only"
+    if not found["tokens_equal"]:
+        ids = f"new id {found['first_difference']} is not the reference's, nor a tie"
+    over = "" if found["passed"] else " (outside its tolerance: read its times with that in mind)"
+    told = f"logits NMSE {found['nmse']:.0e} of {found['tolerance']:.0e} allowed, KL {found['kl']:.0e}"
+    return f"{found['stage']}: {ids}; {told}{over}"
 
 
 def costs(records: list[dict]) -> Table:

@@ -21,6 +21,10 @@ GPU = ()
 LADDER = CPU + GPU
 
 
+# Engines that run in a stage's place: the module that binds each, and what must be installed for it.
+PEERS = {"llama.cpp": ("common.peers", "llama_cpp")}
+
+
 class Model(NamedTuple):
     """What a stage's load returns and its other functions compute with."""
 
@@ -74,6 +78,8 @@ class StageError(Exception):
 def source_path(name: str) -> Path:
     """The file of a stage. Raises StageError for an unknown name, with the nearest known one."""
     path = Path(name)
+    if name in PEERS:
+        raise StageError(f"{name} is a peer, not a stage: `lesson compare`, run, quality and sweep measure it")
     if name.endswith(".py"):
         if not path.is_file():
             raise StageError(f"no file {name}: give a stage's name (see `lesson list`) or the path of a .py file")
@@ -83,7 +89,7 @@ def source_path(name: str) -> Path:
             f"{name} is a rung of a kernel ladder and runs no model: `lesson compare` measures it beside another rung"
         )
     if name not in LADDER:
-        near = get_close_matches(name, [*LADDER, *rungs()], n=1)
+        near = get_close_matches(name, [*LADDER, *PEERS, *rungs()], n=1)
         hint = f"did you mean {near[0]}?" if near else f"known stages: {', '.join(LADDER)}"
         raise StageError(f"unknown stage {name!r}: {hint}")
     return FOLDER / f"{name}.py"
@@ -96,12 +102,33 @@ def rungs() -> list[str]:
 
 
 def code_path(name: str) -> Path:
-    """The file of a stage or of a rung, for reading. Raises StageError as source_path does."""
+    """The file of a stage, a rung or a peer, for reading. Raises StageError as source_path does."""
+    if name in PEERS:
+        return FOLDER.parent.joinpath(*PEERS[name][0].split(".")).with_suffix(".py")
     return FOLDER / f"{name}.py" if name in rungs() else source_path(name)
+
+
+def require(name: str) -> None:
+    """Raises StageError unless `name` is a stage, or a peer that is installed."""
+    if name not in PEERS:
+        source_path(name)
+    elif importlib.util.find_spec(PEERS[name][1]) is None:
+        raise StageError(
+            f"{name} is not installed: `pip install llama-cpp-python` builds it for this CPU, which takes some minutes",
+            exit_code=4,
+        )
+
+
+def short(name: str) -> str:
+    """A stage's name, without the folder of a reader's own file."""
+    return Path(name).stem if name.endswith(".py") else name
 
 
 def load_stage(name: str) -> Stage:
     """Import a stage. Raises StageError if it is unknown, its file has an error, or its protocol is incomplete."""
+    if name in PEERS:
+        require(name)
+        return importlib.import_module(PEERS[name][0])
     path = source_path(name)
     try:
         if path.parent == FOLDER:

@@ -1,0 +1,221 @@
+"""llama.cpp as a column: with a library that stands in for it, and, where it is installed, with itself."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from common import gate, harness, peers, reference
+from common.job import prepare
+from common.model import open_model
+from common.stage import StageError, load_stage, require
+from tests.helpers import lesson, one_sentence
+
+# A library of llama.cpp's names over the oracle. SPOIL adds noise to its logits, BUILT is its system info.
+STAND_IN = """
+import ctypes, os
+from types import SimpleNamespace as Space
+import numpy as np
+from common import reference
+from common.model import open_model
+
+llama_log_callback = lambda function: function
+llama_log_set = lambda function, data: None
+llama_backend_init = lambda: None
+llama_model_default_params = Space
+llama_context_default_params = lambda: Space(n_ctx=512)
+llama_print_system_info = lambda: os.environ.get("BUILT", "CPU : SSE3 = 1 | AVX2 = 1 | AVX = 0 | ").encode()
+
+def llama_model_load_from_file(path, options):
+    assert options.n_gpu_layers == 0
+    return open_model(path.decode())
+
+def llama_init_from_model(model, options):
+    assert options.n_threads == options.n_threads_batch == len(os.sched_getaffinity(0)) == 1
+    return Space(model=model, n_ctx=options.n_ctx, n_batch=options.n_batch, text=[], rows=None)
+
+llama_get_memory = lambda context: context
+
+def llama_memory_seq_rm(context, sequence, start, end):
+    assert (sequence, end) == (-1, -1)
+    del context.text[start:]
+
+llama_batch_get_one = lambda tokens, count: Space(token=tokens, n_tokens=count, logits=None)
+
+def llama_decode(context, batch):
+    context.text += list(batch.token)
+    if len(context.text) > context.n_ctx or batch.n_tokens > context.n_batch:
+        return 1
+    wanted = batch.n_tokens if batch.logits else 1
+    rows = reference.compute(context.model, context.text, wanted).logits.astype(np.float32)
+    context.rows = rows + float(os.environ.get("SPOIL", 0)) * np.random.default_rng(0).normal(size=rows.shape)
+    context.rows = np.ascontiguousarray(context.rows, np.float32)
+    return 0
+
+llama_get_logits = lambda context: context.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+"""
+
+installed = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """A folder with a package llama_cpp, for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "llama_cpp").mkdir()
+    (folder / "llama_cpp" / "__init__.py").touch()
+    (folder / "llama_cpp" / "llama_cpp.py").write_text(STAND_IN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(stand_in, tiny, tmp_path_factory):
+    """simd beside the stand-in, as JSON."""
+    words = ("simd", "llama.cpp", "-m", tiny, "--ids", "5,7,11", "-n", 3, "--save", tmp_path_factory.mktemp("kept"))
+    done = lesson("compare", *words, "--budget", 5, "--json", PYTHONPATH=stand_in)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ---- without it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "llama.cpp"), ("compare", "simd", "llama.cpp"), ("quality", "llama.cpp", "-m", "smollm2")]
+)
+def test_where_it_is_missing_one_sentence_says_how_to_get_it(words, tmp_path):
+    (tmp_path / "llama_cpp").mkdir()  # a folder without code hides an installed one from nobody
+    done = lesson(*words, PYTHONPATH=hidden(tmp_path))
+    assert done.returncode == 4
+    assert "pip install llama-cpp-python" in one_sentence(done)
+
+
+def hidden(folder):
+    """A PYTHONPATH under which llama_cpp can't be found, whatever is installed."""
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *more: None if name == 'llama_cpp' else find(name, *more)\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words", [("profile",), ("explain", "OP", "matmul"), ("run", "--cold"), ("sweep", "OP", "A=1")]
+)
+def test_what_looks_inside_a_stage_refuses_it(words, tiny):
+    command, *rest = words
+    rest = ["llama.cpp" if word == "OP" else word for word in rest]
+    done = lesson(command, *(rest if "llama.cpp" in rest else ["llama.cpp", *rest]), "-m", tiny)
+    assert done.returncode in (2, 4)
+    assert "llama.cpp" in one_sentence(done)
+
+
+def test_a_name_nearly_right_is_corrected():
+    with pytest.raises(StageError, match=r"did you mean llama\.cpp\?"):
+        require("llama-cpp")
+
+
+# ---- with a library that stands in for it ----------------------------------------------------------------------
+
+
+def test_it_is_one_more_column(compared):
+    simd, peer = compared["stages"]
+    assert (peer["stage"], peer["prompt_ids"], peer["threads"]) == ("llama.cpp", simd["prompt_ids"], simd["threads"])
+    assert peer["model"] == simd["model"]
+    assert peer["output_ids"] == simd["output_ids"]
+    assert len(peer["ttft_ms"]["samples"]) == len(simd["ttft_ms"]["samples"])
+    assert [p["metric"] for p in compared["pairs"]] == ["ttft_ms", "ms_per_token"]
+    assert compared["changed"] == {"llama.cpp": []}
+    assert (peer["expect"]["ttft_ms"], peer["jit_ms"]) == (None, 0)
+    assert peer["expect"]["bound_ttft_ms"] == simd["expect"]["bound_ttft_ms"]
+
+
+def test_its_build_is_recorded(compared):
+    found = compared["stages"][1]["peer"]
+    assert found["system_info"] == "CPU : SSE3 = 1 | AVX2 = 1 | AVX = 0 |"
+    assert found["flags"] == ["SSE3", "AVX2"]
+    assert "AVX2" not in found["lacks"]
+    assert "built with SSE3 AVX2" in peers.told(found)
+    assert "GGML_NATIVE=ON" in peers.told({**found, "lacks": ["AVX512"]})
+
+
+def test_it_passes_the_same_gate_with_a_tolerance_of_its_own(compared):
+    agreed = compared["agree"][1]
+    assert agreed["passed"]
+    assert agreed["tolerance"] == gate.tolerance("llama.cpp") == 5e-3
+    assert agreed["nmse"] < 1e-9
+
+
+@pytest.mark.parametrize("shown_as", ["--json", None])
+def test_outside_its_tolerance_it_is_shown_with_a_remark(shown_as, stand_in, tiny, tmp_path):
+    words = ("llama.cpp", "-m", tiny, "--ids", "5,7,11", "-n", 2, "--save", tmp_path, *filter(None, [shown_as]))
+    done = lesson("run", *words, PYTHONPATH=stand_in, SPOIL="1.0", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    if shown_as:
+        assert json.loads(done.stdout)["agreement"]["passed"] is False
+    else:
+        assert "outside its tolerance" in done.stdout.decode()
+
+
+def test_a_cut_model_is_written_out_for_it(tiny, tmp_path):
+    whole, part = open_model(tiny), open_model(tiny, 1)
+    written = open_model(peers.cut(part, tmp_path / "cut.gguf"))
+    assert (written.config.L, written.config.file_layers) == (1, 1)
+    assert written.config.name == whole.config.name
+    want = reference.compute(part, [5, 7, 11]).logits
+    np.testing.assert_array_equal(reference.compute(written, [5, 7, 11]).logits, want)
+
+
+@pytest.fixture
+def here(stand_in, monkeypatch):
+    """The peer loaded in this process over the stand-in."""
+    monkeypatch.syspath_prepend(str(stand_in))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0}, raising=False)
+    return load_stage("llama.cpp")
+
+
+def test_forward_gives_every_row_and_goes_on_from_start(here, tiny):
+    gguf, ids = open_model(tiny), [5, 7, 11, 13, 17]
+    model = here.load(gguf, 16, 1)._replace(batch=2)  # more than one piece
+    want = reference.compute(gguf, ids).logits
+    np.testing.assert_allclose(here.logits(model, here.forward(model, ids, 0)), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(here.forward(model, ids[3:], 3), want[3:], rtol=1e-4, atol=1e-4)
+
+
+def test_generate_takes_what_it_is_told(here, tiny):
+    gguf, ids = open_model(tiny), [5, 7, 11]
+    model, given = here.load(gguf, 16, 1), iter([1, 2, 3])
+    told = [(token, row.copy()) for token, row in here.generate(model, ids, 3, lambda row: next(given))]
+    assert [token for token, _ in told] == [1, 2, 3]
+    want = reference.compute(gguf, [*ids, 1, 2], 3).logits
+    np.testing.assert_allclose([row for _, row in told], want, rtol=1e-4, atol=1e-4)
+
+
+def test_more_than_the_context_holds_is_an_error(here, tiny):
+    model = here.load(open_model(tiny), 4, 1)
+    with pytest.raises(StageError, match="gives up on 1 tokens"):
+        here.forward(model, [1, 2, 3, 4, 5], 0)
+
+
+# ---- with itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.peers
+@installed
+@pytest.mark.parametrize("layers", [None, 2])
+def test_llama_cpp_agrees_with_the_reference(layers, smollm2, tmp_path):
+    job = prepare(str(smollm2), layers, ids="6403,1980,253,655,28,665,436,253,1838", n=4)
+    sample = harness.run(job.request("llama.cpp", rows_file=str(tmp_path / "rows.npy")))
+    rows = np.load(tmp_path / "rows.npy")
+    want = reference.logits(job.gguf, job.ids + sample.output_ids[:-1], rows=4)
+    assert gate.agreement(rows, sample.output_ids, want, gate.tolerance("llama.cpp")).passed
+
+
+@pytest.mark.peers
+@installed
+def test_llama_cpp_scores_a_text(smollm2, tmp_path):
+    done = lesson("quality", "llama.cpp", "-m", smollm2, "--tokens", 64, "--json", "--save", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["stages"]
+    assert 0 < row["kl"]["mean"] < 0.05
