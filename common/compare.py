@@ -1,19 +1,23 @@
 """`lesson compare`: what changed between stages, what that was expected to be worth, and what it was worth."""
 
+import json
 import math
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common import diff, gate, harness, machine, peers, records, roofline, show
+from common import diff, gate, gpu, gpu_machine, harness, peers, records, roofline, show
 from common.harness import Sample
 from common.job import Job, UsageError
+from common.machine import Machine
 from common.run import check
-from common.stage import OPS, PEERS, code_path, require
+from common.stage import OPS, PEERS, StageError, code_path, require
 from common.stats import FEWEST, verdict
 
 ROUNDS = 7  # runs of each stage, the first uncounted; a 99 % interval from fewer pairs is too wide to be of use
@@ -34,33 +38,84 @@ def checked(names: list[str]) -> list[str]:
 def compare(names: list[str], job: Job, budget_s: float, save: str | None = None) -> dict:
     """Run stages alternately, check every run, judge each stage against the one before it. -> the JSON document.
 
-    Raises WrongError where a stage fails its gate, RunError where one gives no numbers, and what a Job may.
+    A stage whose GPU is not here has no times but a reason, `missing`; `recorded` holds what other machines recorded.
+    Raises WrongError where a stage fails its gate, RunError where one gives no numbers, what a Job may, and StageError
+    where no stage can run and none was recorded.
     """
     folder = records.writable(records.folder(save))
-    here = machine.measure(walks=roofline.walks(names, job.gguf.config))
-    expected = [roofline.expectation(name, job, here) for name in names]
+    here, missing = machines(names, job)
+    every = [name for name in names if name in here]  # that can run
+    recorded = recall(missing)
+    if not every and not recorded:
+        raise StageError(next(iter(missing.values())), gpu.NEEDS_GPU)
+    found = measured(every, job, budget_s, here) if every else {"stages": [], "pairs": [], "agree": [], "why": ""}
+    if missing:
+        runs = iter(found["stages"])
+        found["stages"] = [next(runs) if n in here else records.absent_record(job, n, missing[n]) for n in names]
+    document = {
+        "schema": records.SCHEMA,
+        **found,
+        "changed": {b: changed(a, b) for a, b in pairwise(names)},
+        "budget_s": budget_s,
+        "recorded": recorded,
+    }
+    if not missing:
+        records.save(document, folder / here[names[-1]].slug / "compare" / records.file_name(found["stages"]))
+    return document
+
+
+def machines(names: list[str], job: Job) -> tuple[dict[str, Machine], dict[str, str]]:
+    """What each stage runs on, and why the others can't run here."""
+    here, missing = {}, {}
+    for name in dict.fromkeys(names):
+        try:
+            here[name] = gpu_machine.of(name, job.gguf.config)
+        except StageError as error:
+            if error.exit_code != gpu.NEEDS_GPU:
+                raise
+            missing[name] = str(error)
+    return here, missing
+
+
+def measured(names: list[str], job: Job, budget_s: float, here: dict[str, Machine]) -> dict:
+    """Runs of stages, their agreement with the oracle, and a verdict on each that follows the one before it."""
+    expected = [roofline.expectation(name, job, here[name]) for name in names]
     print(estimate(names, job, budget_s, expected), file=sys.stderr)
     samples, agreed = take(names, job, budget_s)
     timed = replace(job, n=min(len(s.output_ids) for taken in samples for s in taken))
-    expected = [roofline.expectation(name, timed, here) for name in names]
-    runs = [
-        records.run_record(job, *one, here) for one in zip(names, samples, agreed, expected, strict=True)
-    ]  # fmt: skip
+    expected = [roofline.expectation(name, timed, here[name]) for name in names]
+    each = zip(names, samples, agreed, expected, map(here.get, names), strict=True)
+    runs = [records.run_record(job, *one) for one in each]
     steps = range(len(names) - 1)
-    document = {
-        "schema": records.SCHEMA,
+    cpu = [name for name in names if not gpu.on_gpu(name)]
+    return {
         "stages": runs,
         "pairs": [pair for i in steps for pair in judge(runs[i], runs[i + 1], samples[i], samples[i + 1])],
         "agree": [
             {"stage": name, **a._asdict(), "tolerance": gate.tolerance(name)}
             for name, a in zip(names, agreed, strict=True)
         ],
-        "changed": {names[i + 1]: changed(names[i], names[i + 1]) for i in steps},
-        "budget_s": budget_s,
-        "why": roofline.sentence(names, job, here),
+        "why": roofline.sentence(names, job, here[(cpu or names)[-1]]),
     }
-    records.save(document, folder / here.slug / "compare" / records.file_name(runs))
-    return document
+
+
+def recall(names: Iterable[str]) -> list[dict]:
+    """What other machines recorded of these stages, one entry a record: {stage, machine, model, file, commit, rows}."""
+    found = []
+    for name in names:
+        for path in sorted(records.folder().glob(f"*/llm/{Path(name).name}.json")):
+            record = json.loads(path.read_text("utf-8"))
+            found.append(
+                {
+                    "stage": name,
+                    "machine": record["machine"]["name"],
+                    "model": f"{record['model']['name']} {record['model']['quant']}",
+                    "file": str(path.relative_to(records.folder())),
+                    "commit": record["commit"],
+                    "rows": record["rows"],
+                }
+            )
+    return found
 
 
 def take(names: list[str], job: Job, budget_s: float) -> tuple[list[list[Sample]], list[gate.Agreement]]:
@@ -177,26 +232,31 @@ def introduction(names: list[str], ops: tuple[str, ...] = OPS) -> list:
         found = diff.changes(code_path(a), code_path(b))
         for change in found:
             shown += ["", *show.code_diff(change)]
-        moved = [c.name for c in found]
-        same = [op for op in ops if op not in moved]
+        moved, inside = [c.name for c in found], diff.constant(code_path(b), "FUSED") or {}
+        same = [op for op in ops if op not in moved and op not in inside]
         kept = f" The same code in both: {' '.join(same)}." if same else ""
-        shown += ["", f"Moved: {', '.join(moved) or 'nothing'}.{kept}"]
+        within = "".join(f" {op} is now inside {where}." for op, where in inside.items())
+        shown += ["", f"Moved: {', '.join(moved) or 'nothing'}.{kept}{within}"]
     return shown
 
 
 def result(document: dict) -> list:
     """The numbers, under the code."""
     runs, pairs = document["stages"], document["pairs"]
+    here = [r for r in runs if "missing" not in r]
     shown = [""]
     for metric, title, bound in (
         ("ttft_ms", "TTFT", "bound_ttft_ms"),
         ("ms_per_token", "ms/token", "bound_ms_per_token"),
     ):
-        if any(r[metric] is None for r in runs):
+        if not here or any(r[metric] is None for r in here):
             continue
         rows = show.table(title, "saw ms", "spread", "×", "99 % of it", "expect ms", "×", "× bound")
         by_b = {p["b"]: p for p in pairs if p["metric"] == metric}
         for i, r in enumerate(runs):
+            if "missing" in r:
+                rows.add_row(r["stage"], "n/a")
+                continue
             pair = by_b.get(r["stage"]) if i else None
             rows.add_row(
                 r["stage"],
@@ -210,10 +270,26 @@ def result(document: dict) -> list:
             )
         shown += [rows, ""]
     shown += [show.verdict(p) for p in pairs]
-    shown += [document["why"], "", show.costs(runs), ""]
-    for agreed in document["agree"]:
-        shown.append(show.agreement(agreed))
-    shown += [peers.told(r["peer"]) for r in runs if "peer" in r]
-    if runs[0]["text"]:
-        shown += [show.quote(runs[0]["text"])]
-    return [*shown, show.dim(show.footer(runs[0]))]
+    if here:
+        shown += [document["why"], "", show.costs(here), ""]
+    shown += [show.agreement(agreed) for agreed in document["agree"]]
+    shown += [peers.told(r["peer"]) for r in here if "peer" in r]
+    if here and here[0]["text"]:
+        shown += [show.quote(here[0]["text"])]
+    shown += [show.dim(show.footer(r)) for r in here[:1]]
+    for why in dict.fromkeys(r["missing"] for r in runs if "missing" in r):
+        shown += ["", f"n/a: {', '.join(r['stage'] for r in runs if r.get('missing') == why)}: {why}"]
+    for record in document["recorded"]:
+        shown += ["", *recollection(record)]
+    return shown
+
+
+def recollection(record: dict) -> list:
+    """What another machine recorded of a stage, marked as such."""
+    rows = show.table("shape", "TTFT ms", "ms/token", "tokens/s", "runs")
+    for row in record["rows"]:
+        ttft, token = (row[metric] and row[metric]["median"] for metric in ("ttft_ms", "ms_per_token"))
+        rate = 1e3 / token if token else row["prompt"] * 1e3 / ttft
+        rows.add_row(row["shape"], *map(show.number, (ttft, token, rate)), str(len(row["ttft_ms"]["samples"])))
+    head = f"{record['stage']}, recorded on {record['machine']}: {record['model']} (reports/{record['file']})"
+    return [show.heading(head), rows]

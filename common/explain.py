@@ -20,7 +20,7 @@ from rich.text import Text
 
 from common import harness, machine, records, show
 from common.job import Job, UsageError
-from common.profile import heading
+from common.records import heading
 from common.stage import StageError, load_stage, source_path
 
 STRESSES = ("compute", "bytes")

@@ -1,13 +1,44 @@
-"""What a GPU stage needs before its first kernel: CuPy, a driver that serves it, types with a kernel, and room."""
+"""What a GPU stage needs around its kernels: CuPy, a driver that serves it, types with a kernel, room, a clock that
+waits for the GPU, and arrays brought back.
+"""
 
 import importlib
+import sys
+from collections.abc import Callable
 
+from common import diff
 from common.cuda_unpack import TYPES_UNPACKED
 from common.gguf import GGUFError
-from common.stage import StageError
+from common.stage import StageError, code_path
 
 NEEDS_GPU = 4  # the exit code where a backend is missing
 MOST_HEAD = 256  # head size: eight values in the registers of each lane of an attention warp
+
+
+LESS = "take a smaller --context, fewer --layers or a smaller quantization, or end what else holds the GPU's memory"
+
+
+def on_gpu(stage: str) -> bool:
+    """Whether a stage, or the reader's own file, names the GPUs that its CUDA source is for. Raises StageError."""
+    try:
+        return bool(diff.constant(code_path(stage), "ARCHS"))
+    except (SyntaxError, ValueError):  # of the reader's own; the process that runs it says what is wrong
+        return False
+
+
+def settler(stage) -> Callable[[], None]:
+    """What waits until all that a stage has asked of the GPU is done; nothing to wait for in a stage without CUDA.
+
+    A kernel runs on after the call that queued it, so a clock may only be read after this.
+    """
+    if not hasattr(stage, "ARCHS"):
+        return lambda: None
+    return backend().cuda.runtime.deviceSynchronize
+
+
+def host(array):
+    """An array of the GPU brought here; anything else as it is."""
+    return array.get() if hasattr(array, "get") else array
 
 
 def ready(gguf, nbytes: int):
@@ -21,11 +52,29 @@ def ready(gguf, nbytes: int):
     free += cupy.get_default_memory_pool().free_bytes()  # what earlier models left in CuPy's pool
     if nbytes > free:
         raise StageError(
-            f"this model needs {nbytes / 1e9:.2f} GB on the GPU and {free / 1e9:.2f} GB are free: take a smaller "
-            "--context, fewer --layers or a smaller quantization, or end what else holds the GPU's memory",
-            NEEDS_GPU,
+            f"this model needs {nbytes / 1e9:.2f} GB on the GPU and {free / 1e9:.2f} GB are free: {LESS}", NEEDS_GPU
         )
     return cupy
+
+
+def out_of_memory(error: Exception, request) -> StageError | None:
+    """The sentence for a GPU whose memory ran out while a harness.Request ran; None for any other error."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(error, (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError)):
+        return None
+    if "emory" not in str(error):  # CUDA's own says cudaErrorMemoryAllocation, CuPy's pool Out of memory
+        return None
+    from common.model import open_model
+
+    gguf = open_model(request.model, request.layers)
+    context, T = request.context or gguf.config.context, len(request.ids)
+    need = weight_bytes(gguf) + cache_bytes(gguf, context) + step_bytes(gguf.config, T)
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return StageError(
+        f"the GPU's memory ran out: the model, a cache of {context} tokens and a step of {T} need about "
+        f"{need / 1e9:.2f} GB, and of its {total / 1e9:.2f} GB {free / 1e9:.2f} are free now: {LESS}",
+        NEEDS_GPU,
+    )
 
 
 def backend():
@@ -99,3 +148,8 @@ def cache_bytes(gguf, context: int) -> int:
     """Bytes of float32 keys and values (L, 2, context, G, hd)."""
     config = gguf.config
     return 4 * config.L * 2 * context * config.G * config.hd
+
+
+def step_bytes(config, T: int) -> int:
+    """Bytes of float32 that a step of T tokens holds at most: around the feed-forward's product."""
+    return 4 * T * (2 * config.D + 3 * config.F)

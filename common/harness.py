@@ -134,17 +134,20 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
     """Load, warm up and time one generation in this process. Raises what the stage raises, and GGUFError."""
     import numpy as np
 
+    from common.gpu import settler
     from common.model import open_model
 
     confine(request.threads)
     stage = load_stage(request.stage)
     jit_ms, warm_s = (0.0, 0.0) if request.stage in PEERS else compile_all(stage, request)
+    settle = settler(stage)
 
     counted, before = {}, faults()
     started = time.perf_counter()
     gguf = open_model(request.model, request.layers)
     context = request.context or gguf.config.context
     model = stage.load(gguf, context, request.threads)
+    settle()
     load_ms = (time.perf_counter() - started) * 1e3
     counted["load"] = since(before)
 
@@ -159,6 +162,7 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
     while len(ids) < n:
         started = time.perf_counter()
         pair = next(tokens, None)
+        settle()
         times_ms.append((time.perf_counter() - started) * 1e3)
         if pair is None:
             raise StageError(f"{request.stage}: generate ended after {len(ids)} of {n} tokens", exit_code=1)
@@ -192,16 +196,19 @@ def confine(threads: int) -> None:
 
 def compile_all(stage, request: Request) -> tuple[float, float]:
     """Run the first layer alone, twice, so that no compiler runs later. -> (ms spent compiling, s of a warm run)"""
+    from common.gpu import settler
     from common.model import open_model
 
-    gguf = open_model(request.model, 1)
+    gguf, settle = open_model(request.model, 1), settler(stage)
     spent = []
     for _ in range(2):
         started = time.perf_counter()
         model = stage.load(gguf, min(gguf.config.context, 2 * WARM_IDS), request.threads)
+        settle()
         loaded = time.perf_counter()
         for _ in stage.generate(model, request.ids[:WARM_IDS], 2, *choosing(request)):
             pass
+        settle()
         finished = time.perf_counter()
         spent.append(finished - started)
     return max(0.0, spent[0] - spent[1]) * 1e3, finished - loaded
@@ -212,12 +219,16 @@ def warm_up(stage, model, request: Request, n: int, guess_s: float) -> None:
 
     guess_s: seconds for two ids by the first layer alone, too high since it counts the logits once a layer.
     """
+    from common.gpu import settler
+
+    settle = settler(stage)
     for ids, new, short_s in ((request.ids[:WARM_IDS], min(2, n), 10 * SHORT_S), (request.ids, n, SHORT_S)):
         if guess_s * (len(request.ids) + n) / WARM_IDS > short_s:
             return
         started = time.perf_counter()
         for _ in stage.generate(model, ids, new, *choosing(request)):
             pass
+        settle()
         guess_s = time.perf_counter() - started
 
 
@@ -277,7 +288,9 @@ def serve() -> None:
         else:
             say({"sample": asdict(measure(request, tell))})
     except Exception as error:  # a reader's stage may raise anything
-        reason, code = explain(error, request.stage)
+        from common.gpu import out_of_memory
+
+        reason, code = explain(out_of_memory(error, request) or error, request.stage)
         say({"error": reason, "exit_code": code})
 
 

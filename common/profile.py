@@ -15,7 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 from common import harness, machine, records, roofline, show
-from common.job import Job, quant_mix, quantization
+from common.job import Job
+from common.records import heading
 from common.roofline import Work
 from common.roofs import plain
 from common.stage import source_path
@@ -340,27 +341,6 @@ def document(name: str, job: Job, found: dict, here: machine.Machine) -> dict:
         "prefill": judged(found["prefill"], job, found, here, estimate),
         "decode": found["decode"] and judged(found["decode"], job, found, here, estimate),
         "estimate": estimate,
-    }
-
-
-def heading(name: str, job: Job, here: machine.Machine) -> dict:
-    """What every record begins with: which stage, on what, where."""
-    config = job.gguf.config
-    return {
-        "schema": records.SCHEMA,
-        "stage": name,
-        "model": {
-            "name": config.name,
-            "sha256": job.sha256,
-            "quant": quantization(job.gguf),
-            "quant_mix": quant_mix(job.gguf),
-            "layers": config.L,
-            "file_layers": config.file_layers,
-        },
-        "machine": records.machine_summary(here),
-        "threads": job.threads,
-        "shape": job.shape,
-        "commit": records.commit(),
     }
 
 

@@ -39,19 +39,7 @@ def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | 
     gaps = [gap for s in samples for gap in s.gaps_ms]
     within_roof(job, stage, samples, machine)
     return {
-        "schema": SCHEMA,
-        "stage": stage,
-        "model": {
-            "name": job.gguf.config.name,
-            "sha256": job.sha256,
-            "quant": quantization(job.gguf),
-            "quant_mix": quant_mix(job.gguf),
-            "layers": job.gguf.config.L,
-            "file_layers": job.gguf.config.file_layers,
-        },
-        "machine": machine_summary(machine),
-        "threads": job.threads,
-        "shape": job.shape,
+        **heading(stage, job, machine),
         "prompt_ids": job.ids,
         "output_ids": first.output_ids,
         "text": None if job.made_up else job.decode(first.output_ids),
@@ -70,9 +58,35 @@ def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | 
         "page_faults_by_phase": first.faults,
         "expect": expected,
         "agreement": agreed._asdict() if agreed else None,
+    }
+
+
+def heading(stage: str, job: Job, machine) -> dict:
+    """What every record begins with: which stage, on what, where."""
+    config = job.gguf.config
+    return {
+        "schema": SCHEMA,
+        "stage": stage,
+        "model": {
+            "name": config.name,
+            "sha256": job.sha256,
+            "quant": quantization(job.gguf),
+            "quant_mix": quant_mix(job.gguf),
+            "layers": config.L,
+            "file_layers": config.file_layers,
+        },
+        "machine": machine and machine_summary(machine),
+        "threads": job.threads,
+        "shape": job.shape,
         "commit": commit(),
         **({"peer": peers.about()} if stage in PEERS else {}),
     }
+
+
+def absent_record(job: Job, stage: str, why: str) -> dict:
+    """The JSON of a stage that can't run here."""
+    nothing = dict.fromkeys(("ttft_ms", "ms_per_token", "inter_token_ms", "output_ids", "text", "agreement"))
+    return {**heading(stage, job, None), "prompt_ids": job.ids, **nothing, "missing": why}
 
 
 def within_roof(job: Job, stage: str, samples: list[Sample], machine) -> None:

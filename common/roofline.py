@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from common import diff
 from common.gguf import TYPES
+from common.gpu import on_gpu
 from common.machine import GB, LINE, LINE_FLOATS, Machine, curve, doubted
 from common.stage import PEERS, StageError, source_path
 
@@ -383,10 +384,13 @@ CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a stage should take, from shape and machine alone; times a token are None where only one is asked for."""
+    """What a stage should take, from shape and machine alone; times a token are None where only one is asked for.
+
+    ttft_ms too is None for a GPU stage: its chapter predicts it, from the profile of the stage before.
+    """
 
     stage: str
-    ttft_ms: float
+    ttft_ms: float | None
     ms_per_token: float | None
     bound_ttft_ms: float
     bound_ms_per_token: float | None
@@ -533,6 +537,8 @@ def expectation(stage: str, job, machine: Machine) -> dict:
     """
     known = modelled(stage)
     weights = job.gguf.weights
+    if on_gpu(stage):
+        return bounds(stage, job, machine).to_json()
     found = expect(
         *(known, job.gguf.config, file_bytes(weights), len(job.ids), job.room, machine, job.threads),
         file_types(weights),
@@ -543,6 +549,17 @@ def expectation(stage: str, job, machine: Machine) -> dict:
     if known != stage:
         found = replace(found, stage=stage, reason=f"as {known}: {found.reason}")
     return found.to_json()
+
+
+def bounds(stage: str, job, machine: Machine) -> Expectation:
+    """The bounds of a job on a machine, and no expectation."""
+    config, weights, T = job.gguf.config, file_bytes(job.gguf.weights), len(job.ids)
+
+    def bound(new: int, seen: int) -> float:
+        return bound_ms(total(work(config, new, seen, weights)), machine, job.threads)
+
+    later = mean(bound(1, T + i) for i in range(1, job.room))
+    return Expectation(stage, None, None, bound(T, T), later, {}, "its chapter predicts it from the stage before")
 
 
 # In words
@@ -559,6 +576,8 @@ def why(stages: list[str], config, T: int, machine: Machine, types: dict | None 
     if steps:
         return " ".join(explain(config, T, machine, types) for explain in steps)
     known = [s for s in dict.fromkeys(stages) if s in COSTS]
+    if not known and any(map(on_gpu, stages)):
+        return "What a GPU stage should take its chapter predicts, from the profile of the stage before."
     parts = [f"in {s} {limit(s, config, T, machine, types)}" for s in known]
     return "; ".join(parts) + "." if parts else "No expectation is computed for these stages."
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from common import gate, harness, machine, records, reference, roofline
+from common import gate, gpu_machine, harness, records, reference, roofline
 from common.job import Job
 from common.show import safe
 from common.stage import PEERS, require
@@ -29,7 +29,7 @@ def run(
     """Run, check and record one stage. quiet: nothing on stdout. Raises WrongError, RunError and StageError."""
     require(name)
     folder = records.writable(records.folder(save))
-    here = machine.measure(walks=roofline.walks([name], job.gguf.config))
+    here = gpu_machine.of(name, job.gguf.config)
     expected = roofline.expectation(name, job, here)
     with tempfile.TemporaryDirectory() as scratch:
         rows_file = str(Path(scratch) / "rows.npy")

@@ -17,7 +17,7 @@ OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "soft
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
 CPU = ("naive", "tiling", "simd", "kv_cache", "quantized")
-GPU = ()
+GPU = ("offload", "cuda", "resident")
 LADDER = CPU + GPU
 
 

@@ -358,3 +358,27 @@ def test_help_imports_none_of_the_course():
     code += "print([m for m in sys.modules if m.split('.')[0] in ('common', 'stages', 'numba', 'numpy', 'scipy')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---- a GPU stage where there is no GPU -------------------------------------------------------------------------
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_gpu_stage_without_a_gpu_is_one_sentence(tiny):
+    done = lesson("run", "cuda", "-m", tiny, "--json", **NO_GPU)
+    assert done.returncode == 4
+    assert "GPU" in one_sentence(done)
+
+
+def test_a_comparison_shows_what_was_recorded_of_a_gpu_stage(tiny, tmp_path):
+    words = ("compare", "quantized", "cuda", "-m", tiny, "--ids", "1,2", "-n", 2, "--budget", 1)
+    done = lesson(*words, "--save", tmp_path, "--json", **NO_GPU)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    here, away = found["stages"]
+    assert here["ttft_ms"]["median"] > 0
+    assert away["ttft_ms"] is None and "GPU" in away["missing"]
+    assert [record["stage"] for record in found["recorded"]] == ["cuda"]
+    assert not list(tmp_path.rglob("*.json"))  # half a comparison is no record

@@ -82,6 +82,27 @@ def test_an_unbroken_copy_passes(gguf, tmp_path):
     assert "right at every position" in gate.first_fault(request(path, gguf))
 
 
+class Away(np.ndarray):
+    """An array that must be fetched, as one of the GPU: nothing but `get` gives its values."""
+
+    def get(self):
+        return np.array(self.view(np.ndarray))
+
+    def __array__(self, *_, **__):
+        raise TypeError("implicit conversion")
+
+
+def test_the_oracle_takes_what_lies_on_a_gpu():
+    away = np.arange(6.0).view(Away)
+    assert type(gate.here(away)) is np.ndarray and gate.here(away).sum() == 15
+    assert gate.here(np.array([7]).view(Away)) == 7  # the position, which kernels read there
+    assert gate.here(1e-5) == 1e-5
+    stage = load_stage("quantized")
+    w = stage.Blocks(2, 32, 0, 32, 128, np.arange(64, dtype=np.float32).view(np.uint8).view(Away))
+    x = np.ones((1, 32), np.float32).view(Away)
+    assert gate.matmul(gate.here(x), gate.here(w)).tolist() == [[496, 1520]]
+
+
 def test_tracing_leaves_the_stage_as_it_was(gguf):
     stage = load_stage("tiling")
     before = dict(vars(stage))

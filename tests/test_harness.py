@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from common import compare, diff, gate, harness, roofline, show
+from common import compare, diff, gate, gpu, harness, roofline, show
 from common.harness import Request, RunError, Sample
 from common.job import prepare
 from tests.helpers import ROOT, copy_of
@@ -65,6 +65,28 @@ def stage(clock, monkeypatch):
 
 def request(tiny, **changes):
     return Request(**{"stage": "mine", "model": str(tiny), "ids": IDS, "n": 4, **changes})
+
+
+def test_the_clock_waits_for_the_gpu(stage, clock, tiny, monkeypatch):
+    """A stage that forgets to wait yields at once, and what it queued runs on: its time counts all the same."""
+    queued = []
+
+    def generate(model, ids, n, choose=None):
+        for i in range(n):
+            queued.append(0.5)  # seconds of kernels behind this token
+            yield i, stage.rows
+
+    def synchronize():
+        clock.now += sum(queued)
+        queued.clear()
+
+    runtime = SimpleNamespace(deviceSynchronize=synchronize)
+    monkeypatch.setattr(gpu, "backend", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    stage.generate, stage.ARCHS = generate, ("sm_75",)
+    stage.load = lambda *_: queued.append(3.0) or SimpleNamespace()
+    found = harness.measure(request(tiny))
+    assert found.ttft_ms == pytest.approx(500) and found.gaps_ms == pytest.approx([500] * 3)
+    assert found.load_ms == pytest.approx(3000)
 
 
 def test_times_lie_where_they_belong(stage, tiny):

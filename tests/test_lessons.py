@@ -32,6 +32,9 @@ BUDGETS = {
     "simd": (200, 40),
     "kv_cache": (200, 40),
     "quantized": (200, None),
+    "offload": (600, None),
+    "cuda": (600, 250),
+    "resident": (600, 250),
 }
 NAMED = ("load", "attention", "forward", "logits", "generate")
 SECTIONS = ["docstring", "import", *diff.MARKS, "constant"]
