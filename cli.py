@@ -241,6 +241,21 @@ def chat(
     out(as_json, talking.chat(named, job, system, as_json), lambda _: [])
 
 
+@app.command("break")
+def plant(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which bug; without one, the list.")] = None,
+    reveal: Annotated[bool, typer.Option("--reveal", help="Show what was changed, and why it looked so.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write the file anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Plant a real bug in a copy for you to find, seen from outside first."""
+    from common import bugs
+
+    if name is None:
+        return out(as_json, bugs.listing(), bugs.render)
+    return out(as_json, bugs.reveal(name) if reveal else bugs.plant(name, force), bugs.render)
+
+
 @app.command()
 def quality(
     stages: Annotated[list[str], typer.Argument(metavar="STAGE …", help="Stages, all on the same text.")],

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import NamedTuple
 
-from common import diff, harness
+from common import harness
 from common.job import ContextError, Job, UsageError
 from common.run import write
 from common.sampling import Sampler
-from common.stage import LADDER, code_path, load_stage, source_path
+from common.stage import CPU, load_stage, source_path
 from common.tokenizer import TokenizerError
 
 NEW_TOKENS = 512  # of an answer, where -n does not say
@@ -30,7 +30,7 @@ ROOM = 4  # a quarter of the context is kept for the answer, unless -n asks for 
 
 def fastest() -> str:
     """The last CPU stage of the ladder."""
-    return next(name for name in reversed(LADDER) if diff.constant(code_path(name), "ARCHS") is None)
+    return CPU[-1]
 
 
 class Stopped(Exception):

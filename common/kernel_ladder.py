@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import diff
+from common import diff, roofline
 from common.stage import StageError, import_file, where
 from common.stats import summary
 
@@ -163,11 +163,23 @@ def timed(rungs, rows: dict[str, dict], samples: dict[str, list[float]], roof: d
             "ms": ms,
             "tflops": tflops,
             "gbps": rungs.traffic(*shape, dtype) / ms["median"] / 1e6,
-            "percent_peak": 100 * tflops / roof[dtype] if roof.get(dtype) else None,
+            "percent_peak": share_of_peak(rows[name]["stage"], tflops, roof.get(dtype)),
             "ratio_to_baseline": {other: times[other]["median"] / ms["median"] for other in others},
             "overhead_bound": ms["median"] < OVERHEAD * floor_ms,
         }
     return list(rows.values())
+
+
+def share_of_peak(name, tflops: float, peak: float | None) -> float | None:
+    """Percent of the measured peak, None where there is none. Raises AccountingError above 105 %."""
+    if not peak:
+        return None
+    if tflops > roofline.SLACK * peak:
+        raise roofline.AccountingError(
+            f"{name} at {tflops:.3g} TFLOP/s is {tflops / peak:.0%} of the measured peak of {peak:.3g}: "
+            "the FLOPs or the clock are wrong"
+        )
+    return 100 * tflops / peak
 
 
 def measure(rungs, shape, dtype: str, roof: dict, floor_ms: float, budget_ms: float = 200, slow=()) -> list[dict]:

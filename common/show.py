@@ -118,13 +118,15 @@ def table(*columns: str) -> Table:
 def code_diff(change: diff.Change) -> list:
     """One changed definition: its name, then its lines with - and + at the edge."""
     word = "new" if not change.old else "gone" if not change.new else "changed"
-    shown = [Text.assemble((f"{change.name}", "bold"), (f"  {word}", "dim"))]
-    for line in change.unified():
-        mark, code = line[0], line[1:]
-        row = Text.assemble((mark + " ", {"-": "red", "+": "green"}.get(mark, "")), highlight(code))
-        row.stylize(TINT.get(mark, ""))
-        shown.append(row)
-    return shown
+    return [Text.assemble((f"{change.name}", "bold"), (f"  {word}", "dim")), *map(line_diff, change.unified())]
+
+
+def line_diff(line: str) -> Text:
+    """A line that begins with ' ', '-' or '+'."""
+    mark, code = line[0], line[1:]
+    row = Text.assemble((mark + " ", {"-": "red", "+": "green"}.get(mark, "")), highlight(code))
+    row.stylize(TINT.get(mark, ""))
+    return row
 
 
 def highlight(code: str) -> Text:
