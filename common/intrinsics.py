@@ -336,12 +336,15 @@ def load_bytes(typing, array, index, count):
 
 @intrinsic
 def prefetch(typing, array, index):
-    """Ask for the cache line of array[index], which may lie beyond the end, and do not wait."""
+    """Ask for the cache line of array[index], which may lie beyond the end, and do not wait.
+
+    It comes into L2: a core waits for some twenty lines of L1 at a time, too few for what memory can deliver.
+    """
 
     def code(context, builder, signature, args):
         pointer = address(context, builder, signature.args[0], *args, Lanes(types.uint8))
         pointer = builder.bitcast(pointer, INT8.as_pointer())
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, INT32(0), INT32(3), INT32(1))  # to read, keep, data
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, INT32(0), INT32(2), INT32(1))  # to read, L2, data
         return context.get_dummy_value()
 
     return types.void(array, index), code

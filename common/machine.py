@@ -35,7 +35,7 @@ from numba.extending import intrinsic
 
 from common import intrinsics, jit, quants
 from common.gguf import TYPES
-from common.intrinsics import LANES, load_lanes, multiply_add, store_lanes, total
+from common.intrinsics import LANES, load_lanes, multiply_add, prefetch, store_lanes, total
 from common.jit import njit
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -51,9 +51,10 @@ RUN_COLUMNS = 1024  # 4 KB of a row, so that opening a new page weighs what it d
 TILE_COLUMNS = 64  # what is walked again at once where lines < K
 REGISTER_ROWS = 8  # of a tile one register wide, in tile_ns
 TOKENS = 8  # rows of x and out in tile_ns and dot_ns: enough that one's latency hides behind the others
-REACHES = tuple(24 * KB << i for i in range(0, 9, 2))  # of out, or of x; no power of two, whose rows share cache sets
+REACHES = tuple(24 * KB << i for i in range(0, 9, 2))  # of out, or of x
 REGIONS = 32  # of the buffer: each is read long after it was last, and fast enough to be read undisturbed
-FETCHED = tuple(192 << i for i in range(0, 7, 2))  # floats in a row of fetch_ns
+FETCHED = tuple((192 << i) + LINE_FLOATS for i in range(0, 7, 2))  # floats in a row of fetch_ns
+AHEAD = 16384  # floats that tile_columns asks for early
 DOT_LENGTHS = (32, 256)  # the block lengths of GGUF
 UNPACKED = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"),
@@ -472,6 +473,8 @@ def tile_columns(x, w, out, passes):
     for _ in range(passes):
         for k0 in range(0, w.shape[0], REGISTER_ROWS):
             for n in range(0, out.shape[1], LANES):
+                for k in range(k0, k0 + REGISTER_ROWS):
+                    prefetch(w, (k, n + AHEAD))
                 for t in range(out.shape[0]):
                     lanes = load_lanes(out, (t, n))
                     for k in range(k0, k0 + REGISTER_ROWS):
@@ -702,7 +705,7 @@ def lane_rates(buffer) -> dict:
     """The rates of loading, multiplying and unpacking registers: what a matmul in vector lanes is made of."""
     runs = {}
     for reach in REACHES:
-        N = reach // 4 // TOKENS
+        N = reach // 4 // TOKENS + LINE_FLOATS  # rows a line longer, since at 4 KB apart they would share cache sets
         products = REGISTER_ROWS * TOKENS * N
         runs["tile", reach] = timed(products, tile_columns, (TOKENS, REGISTER_ROWS), (REGISTER_ROWS, N), (TOKENS, N))
         for length in DOT_LENGTHS:

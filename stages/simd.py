@@ -5,7 +5,7 @@ Was     tiling adds one product at a time to a sum, and each addition waits for 
         vector units idle, and that one most of the time.
 Change  matmul spreads one activation over a register and multiply-adds sixteen columns of w, which lie side by side in
         memory. A tile of w is one register wide; all tokens use it while it is in L1. No sum waits for another token's,
-        so the CPU overlaps them.
+        so the CPU overlaps them. Each tile asks for the rows of w that come some time after it.
 Expect  Prefill gains by the lanes and by the overlap, until loading a register of w for each multiply-add binds: many
         times over, and more where more tokens share a tile. A lone token uses each weight once: memory binds.
 """
@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, softmax
-from common.intrinsics import LANES, load_lanes, multiply_add, store_lanes
+from common.intrinsics import LANES, load_lanes, multiply_add, prefetch, store_lanes
 from common.jit import njit
 from common.quants import dequantize_transposed
 from common.stage import Model
@@ -24,6 +24,7 @@ PREVIOUS = "tiling"
 CHANGES = ("TILE", "matmul")
 
 TILE = 8  # rows, one register wide: 8 lines, which an 8-way L1 holds even where all fall into one set
+AHEAD = 16384  # floats, 64 KB: as much as memory can have on its way at once, several times over
 
 
 def load(gguf, context, threads):
@@ -39,6 +40,8 @@ def matmul(x, w):  # (T, K), (K, N) -> (T, N)
     whole_k, whole_n = K - K % TILE, N - N % LANES
     for k0 in range(0, whole_k, TILE):
         for n in range(0, whole_n, LANES):
+            for k in range(k0, k0 + TILE):
+                prefetch(w, (k, n + AHEAD))
             for t in range(T):
                 total = load_lanes(out, (t, n))
                 for k in range(k0, k0 + TILE):  # a constant count, so the compiler unrolls it
