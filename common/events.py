@@ -87,7 +87,9 @@ def memory(status: str | None = None) -> dict:
     def mb(key: str) -> float | None:
         return int(found[key].split()[0]) / 1024 if key in found else None
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    peak = mb("VmHWM")  # getrusage's ru_maxrss would begin with what the parent held when it started this process
+    if peak is None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
     return {"peak_mb": peak, "anon_mb": mb("RssAnon"), "file_mb": mb("RssFile")}
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.events import memory
 from common.sampling import GREEDY, Sampler
 from common.stage import PEERS, StageError, load_stage, where
 
@@ -179,12 +180,12 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
             stop_reason = "budget"
             break
     counted["decode"] = since(before)
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    peak_mb = memory()["peak_mb"]
     if request.rows_file:
         np.save(request.rows_file, np.stack(rows))
     if request.logits_file:
         np.save(request.logits_file, stage.logits(model, stage.forward(model, request.ids, 0)))
-    return Sample(ids, stop_reason, times_ms[0], times_ms[1:], load_ms, jit_ms, rss, counted)
+    return Sample(ids, stop_reason, times_ms[0], times_ms[1:], load_ms, jit_ms, peak_mb, counted)
 
 
 def confine(threads: int) -> None:

@@ -413,3 +413,10 @@ def shown(pieces) -> str:
         for piece in pieces:
             page.print(piece)
     return caught.get()
+
+
+def test_a_runs_peak_memory_is_its_own_and_not_its_parents(tiny):
+    """Linux hands ru_maxrss on to a child as it is started."""
+    held = np.ones(400 << 20, np.uint8)
+    sample = harness.run(Request("naive", str(tiny), [1, 2, 3], 1, context=8))
+    assert 0 < sample.peak_rss_mb < held.nbytes / (1 << 20)
