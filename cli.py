@@ -286,6 +286,7 @@ def profile(
     n: New = None,
     context: Context = None,
     threads: Threads = 1,
+    ncu: Annotated[bool, typer.Option("--ncu", help="A GPU stage: Nsight Compute's counters too.")] = False,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
@@ -293,7 +294,7 @@ def profile(
     from common import profile as profiling
 
     job = prepared(model, layers, prompt, ids, shape, n, context, threads)
-    out(as_json, profiling.profile(one(stage, stage_option), job, save), profiling.render)
+    out(as_json, profiling.profile(one(stage, stage_option), job, save, ncu), profiling.render)
 
 
 @app.command()

@@ -15,9 +15,13 @@ from typing import NamedTuple
 class CUDAError(RuntimeError):
     """A kernel that cannot be compiled, or that this GPU cannot run."""
 
+    exit_code = 1
+
 
 class MissingCompiler(CUDAError):
     """No NVRTC is installed."""
+
+    exit_code = 4
 
 
 class Resources(NamedTuple):

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.text import Text
 
 from common import harness, machine, records, show
+from common.gpu import on_gpu
 from common.job import Job, UsageError
 from common.records import heading
 from common.stage import StageError, load_stage, source_path
@@ -128,11 +129,15 @@ def instructions_of(assembly: str, file: str, reads: Isa) -> tuple[list[tuple[st
 
 
 def loops_of(assembly: str, file: str, reads: Isa) -> list[Loop]:
+    """The innermost loops of an assembly text, in order."""
+    return innermost(*instructions_of(assembly, file, reads), reads.jump)
+
+
+def innermost(listed: list[tuple[str, int]], labels: dict[str, int], jump: str) -> list[Loop]:
     """The innermost loops: from a jump back to its target, holding no other such stretch. Each header once."""
-    listed, labels = instructions_of(assembly, file, reads)
     ends: dict[str, int] = {}  # a header may have several jumps back to it; the last one ends the loop
     for at, (text, _) in enumerate(listed):
-        match = re.match(reads.jump, text)
+        match = re.match(jump, text)
         if match and labels.get(match[1], len(listed)) <= at:
             ends[match[1]] = at
     spans = {(labels[header], end) for header, end in ends.items()}
@@ -345,9 +350,15 @@ def explain(name: str, op: str, job: Job, stress: str | None = None, save: str |
     Raises UsageError, StageError and RunError.
     """
     source_path(name)
+    from common import gpu_explain
+
     kinds = list(STRESSES) if stress == "both" else [stress] if stress else None
     if stress and stress not in (*STRESSES, "both"):
         raise UsageError(f"--stress {stress}: choose compute, bytes or both")
+    if on_gpu(name):
+        if stress:
+            raise UsageError("--stress measures CPU stages: `lesson profile --ncu` tells what binds a kernel")
+        return gpu_explain.explain(name, op, job, save)
     folder = records.writable(records.folder(save))
     here = machine.identify()
     found = harness.talk("explain", job.request(name), op=op, stress=kinds)["explain"]
@@ -362,6 +373,10 @@ def explain(name: str, op: str, job: Job, stress: str | None = None, save: str |
 
 def render(record: dict, asm: bool = False) -> list:
     """A record of `explain` for a terminal; asm shows the hottest loop's instructions."""
+    if "kernel" in record:
+        from common import gpu_explain
+
+        return gpu_explain.render(record, asm)
     if record["stress"]:
         return render_stress(record)
     shown = [show.heading(f"{record['op']} of {record['stage']}, compiled for {record['cpu']}"), ""]

@@ -114,6 +114,15 @@ def backend():
     return cupy
 
 
+def missing() -> str | None:
+    """Why no GPU can be used here; None where one can."""
+    try:
+        backend()
+    except StageError as error:
+        return str(error)
+    return None
+
+
 def broken(error: ImportError) -> StageError:
     said = next((line.strip() for line in str(error).splitlines() if line.strip(" =-*")), "no reason")
     return StageError(

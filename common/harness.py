@@ -249,6 +249,11 @@ def since(before: dict) -> dict:
     return {kind: count - before[kind] for kind, count in faults().items()}
 
 
+def received(data: dict) -> Request:
+    """A request as JSON gives it."""
+    return Request(**{**data, "sampler": Sampler(*data["sampler"])})
+
+
 def serve() -> None:
     """The worker: one request from stdin, tokens and then one result to stdout, one JSON document a line."""
     line = sys.stdin.readline()
@@ -264,7 +269,7 @@ def serve() -> None:
         say({"token": token, "ms": ms})
 
     message = json.loads(line)
-    request = Request(**{**message["request"], "sampler": Sampler(*message["request"]["sampler"])})
+    request = received(message["request"])
     try:
         if message["do"] == "diagnose":
             from common.gate import first_fault
@@ -275,9 +280,10 @@ def serve() -> None:
 
             say({"scores": score_windows(request, message["windows"], message["wanted"], tell)})
         elif message["do"] == "profile":
-            from common.profile import profile_run
+            from common import gpu, gpu_profile, profile
 
-            say({"profile": profile_run(request)})
+            profiling = gpu_profile if gpu.on_gpu(request.stage) else profile
+            say({"profile": profiling.profile_run(request)})
         elif message["do"] == "explain":
             from common.explain import explain_run
 

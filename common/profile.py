@@ -15,7 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 from common import harness, machine, records, roofline, show
-from common.job import Job
+from common.gpu import on_gpu
+from common.job import Job, UsageError
 from common.records import heading
 from common.roofline import Work
 from common.roofs import plain
@@ -316,10 +317,18 @@ def summed(rounds: list[list[Step]], T: int, between: float, around: float) -> d
 # ---- the parent's side -----------------------------------------------------------------------------------------
 
 
-def profile(name: str, job: Job, save: str | None = None) -> dict:
-    """Profile, check and record one stage. Raises WrongError, RunError, StageError or AccountingError."""
+def profile(name: str, job: Job, save: str | None = None, ncu: bool = False) -> dict:
+    """Profile, check and record one stage; ncu: with Nsight Compute's counters, of a GPU stage.
+
+    Raises WrongError, RunError, StageError, UsageError or AccountingError.
+    """
+    from common import gpu_profile
     from common.run import check
 
+    if on_gpu(name):
+        return gpu_profile.profile(name, job, ncu, save)
+    if ncu:
+        raise UsageError(f"--ncu counts what kernels do, and {name} has none: name a GPU stage, such as resident")
     source_path(name)
     folder = records.writable(records.folder(save))
     here = machine.measure()
@@ -424,6 +433,10 @@ BAR = 22  # columns of the longest bar
 
 def render(document: dict) -> list:
     """Both passes with their way down to the bound, then memory, faults and the machine."""
+    if "gpu_mb" in document:
+        from common import gpu_profile
+
+        return gpu_profile.render(document)
     shown = []
     for kind in ("prefill", "decode"):
         one = document[kind]
