@@ -338,6 +338,25 @@ def roofline(
     out(as_json, document, roofs.render)
 
 
+@app.command("import")
+def bring_in(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What `llama-bench -o json` wrote.")],
+    model: Model = None,
+    threads: Annotated[int | None, typer.Option("--threads", "-t", min=1, help="What it must have used.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Only these rows: pp64+tg32.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Run llama.cpp here at the same shapes.")] = False,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Keep llama-bench's rows as records, for a comparison to show beside its own."""
+    from pathlib import Path
+
+    from common import llama_bench
+
+    job = prepared(model, shape="pp1")
+    out(as_json, llama_bench.bring_in(Path(file), job, threads, shape, check, save), llama_bench.render)
+
+
 @app.command()
 def report() -> None:
     """Write the parts of README and chapters that come from code and records anew."""

@@ -42,6 +42,8 @@ def compare(names: list[str], job: Job, budget_s: float, save: str | None = None
     Raises WrongError where a stage fails its gate, RunError where one gives no numbers, what a Job may, and StageError
     where no stage can run and none was recorded.
     """
+    from common import llama_bench
+
     folder = records.writable(records.folder(save))
     here, missing = machines(names, job)
     every = [name for name in names if name in here]  # that can run
@@ -58,6 +60,7 @@ def compare(names: list[str], job: Job, budget_s: float, save: str | None = None
         "changed": {b: changed(a, b) for a, b in pairwise(names)},
         "budget_s": budget_s,
         "recorded": recorded,
+        "llama_bench": llama_bench.recorded(job, here[every[-1]].slug, save) if every else [],
     }
     if not missing:
         records.save(document, folder / here[names[-1]].slug / "compare" / records.file_name(found["stages"]))
@@ -242,6 +245,8 @@ def introduction(names: list[str], ops: tuple[str, ...] = OPS) -> list:
 
 def result(document: dict) -> list:
     """The numbers, under the code."""
+    from common import llama_bench
+
     runs, pairs = document["stages"], document["pairs"]
     here = [r for r in runs if "missing" not in r]
     shown = [""]
@@ -270,6 +275,7 @@ def result(document: dict) -> list:
             )
         shown += [rows, ""]
     shown += [show.verdict(p) for p in pairs]
+    shown += llama_bench.beside(document["llama_bench"])
     if here:
         shown += [document["why"], "", show.costs(here), ""]
     shown += [show.agreement(agreed) for agreed in document["agree"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from common import peers, roofline
-from common.gate import Agreement
+from common.gate import Agreement, operands
 from common.harness import Sample
 from common.job import Job, quant_mix, quantization
 from common.machine import slug
@@ -93,11 +93,12 @@ def within_roof(job: Job, stage: str, samples: list[Sample], machine) -> None:
     """Raises AccountingError where a run took less time than its bytes and FLOPs can."""
     config, T = job.gguf.config, len(job.ids)
     weights = roofline.bytes_read(stage, job.gguf)
+    kind = "int8" if operands(stage) == "int8" else "float32"
     for sample in samples:
         steps = [(T, T, sample.ttft_ms), *((1, T + i, ms) for i, ms in enumerate(sample.gaps_ms, 1))]
         for new, seen, ms in steps:
             work = roofline.total(roofline.work(config, new, seen, weights))
-            roofline.plausible(work, ms, machine, job.threads)
+            roofline.plausible(work, ms, machine, job.threads, kind)
 
 
 def machine_summary(machine) -> dict:

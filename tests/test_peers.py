@@ -1,13 +1,17 @@
 """llama.cpp as a column: with a library that stands in for it, and, where it is installed, with itself."""
 
 import importlib.util
+import io
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from common import gate, harness, peers, reference
-from common.job import prepare
+from common import gate, harness, llama_bench, machine, peers, reference
+from common.job import UsageError, prepare
 from common.model import open_model
 from common.stage import StageError, load_stage, require
 from tests.helpers import lesson, one_sentence
@@ -219,3 +223,159 @@ def test_llama_cpp_scores_a_text(smollm2, tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["stages"]
     assert 0 < row["kl"]["mean"] < 0.05
+
+
+# ---- rows of llama-bench ---------------------------------------------------------------------------------------
+
+# As build 0c1e570 writes a row.
+ROW = {"build_commit": "0c1e570", "build_number": 1, "cpu_info": "AMD EPYC", "gpu_info": "", "backends": "CPU",
+       "model_filename": "", "model_type": "llama ?B Q4_K - Medium", "model_size": 0, "model_n_params": 0,
+       "n_batch": 2048, "n_ubatch": 512, "n_threads": 1, "cpu_mask": "0x0", "cpu_strict": False, "poll": 50,
+       "type_k": "f16", "type_v": "f16", "n_gpu_layers": -1, "main_gpu": 0, "flash_attn": -1, "repack": True,
+       "n_prompt": 0, "n_gen": 0, "n_depth": 0, "test_time": "2026-11-30T00:00:39Z", "avg_ns": 1, "stddev_ns": 0,
+       "avg_ts": 1.0, "stddev_ts": 0.0}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def job(tiny):
+    return prepare(str(tiny), shape="pp3", n=2)
+
+
+@pytest.fixture(scope="module")
+def row(tiny):
+    tensors = open_model(tiny).gguf.tensors.values()
+    own = {
+        "model_filename": f"/elsewhere/{tiny.name}",
+        "model_size": sum(t.raw.nbytes for t in tensors),
+        "model_n_params": sum(int(np.prod(t.shape)) for t in tensors),
+        "cpu_info": machine.identify().name,
+    }
+    return ROW | own
+
+
+def prompt_row(row, n=3, ns=(2_000_000, 4_000_000, 3_000_000), **more):
+    return {**row, "n_prompt": n, "samples_ns": list(ns), **more}
+
+
+def token_row(row, n=2, ns=(8_000_000,), **more):
+    return {**row, "n_gen": n, "samples_ns": list(ns), **more}
+
+
+@pytest.fixture
+def bring_in(tmp_path, job):
+    """Import rows, given as a value or as text; records go to a folder of the test's own."""
+
+    def call(rows, **more):
+        path = tmp_path / "bench.json"
+        path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
+        return llama_bench.bring_in(path, job, save=str(tmp_path / "kept"), **more)
+
+    return call
+
+
+def test_rows_are_kept_in_ms_of_a_prompt_and_of_a_token(bring_in, row, tmp_path):
+    found = bring_in([prompt_row(row), token_row(row, n_depth=4)])
+    (kept,) = (tmp_path / "kept").rglob("*.json")
+    assert json.loads(kept.read_text()) == json.loads(json.dumps(found))
+    assert kept.parent.name == "peers"
+    assert kept.parent.parent.name == found["machine"]["slug"]
+    prompt, token = found["rows"]
+    assert (prompt["shape"], prompt["ms"]["median"], prompt["tokens_per_s"]) == ("pp3", 3.0, 1000.0)
+    assert (token["shape"], token["ms"]["median"], token["tokens_per_s"]) == ("tg2@d4", 4.0, 250.0)
+
+
+def test_a_second_import_replaces_a_shape_and_keeps_the_others(bring_in, row):
+    bring_in([prompt_row(row), token_row(row)])
+    found = bring_in([token_row(row, ns=[2_000_000])])
+    assert {r["shape"]: r["ms"]["median"] for r in found["rows"]} == {"pp3": 3.0, "tg2": 1.0}
+
+
+def test_rows_of_another_machine_go_to_its_folder(bring_in, row):
+    assert bring_in([prompt_row(row, cpu_info="Some Other CPU")])["machine"]["slug"] == "some-other-cpu"
+    gpu = bring_in([prompt_row(row, gpu_info="NVIDIA H200", n_gpu_layers=-1, backends="CUDA")])
+    assert gpu["machine"] == {"name": "NVIDIA H200", "slug": "nvidia-h200"}
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "told"),
+    [
+        ({"model_size": 96576768}, {}, "96,576,768 bytes of weights"),
+        ({"model_n_params": 7}, {}, "7 parameters"),
+        ({"model_filename": "/models/other.gguf"}, {}, "'other.gguf', not tiny"),
+        ({"model_type": "llama ?B Q8_0"}, {}, "is Q4_K"),
+        ({"model_type": "qwen2 ?B Q4_K - Medium"}, {}, "type 'qwen2"),
+        ({"n_threads": 2}, {"threads": 1}, "2 threads, not 1"),
+        ({}, {"shape": "pp64+tg2"}, "no row of pp64 or tg2: it has pp3"),
+        ({}, {"shape": "64"}, "give it as pp64"),
+        ({"n_gen": 4}, {}, "pp3+tg4"),
+        ({"samples_ns": []}, {}, "not times"),
+        ({"samples_ns": [0]}, {}, "not times"),
+        ({"n_prompt": "3"}, {}, "lacks n_prompt"),
+    ],
+)
+def test_what_does_not_match_is_refused(change, asked, told, bring_in, row, tmp_path):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        bring_in([prompt_row(row) | change], **asked)
+    assert list((tmp_path / "kept").rglob("*.json")) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"model": "x"}]', "| model | size |"])
+def test_what_is_not_llama_benchs_is_refused(text, bring_in):
+    with pytest.raises(UsageError, match="llama-bench"):
+        bring_in(text)
+
+
+def test_rows_of_several_threads_are_refused(bring_in, row):
+    with pytest.raises(UsageError, match="mixes numbers of threads"):
+        bring_in([prompt_row(row), prompt_row(row, n_threads=2)])
+
+
+def test_the_command_line_says_so_in_one_sentence(tiny, tmp_path, row):
+    (tmp_path / "bench.json").write_text(json.dumps([prompt_row(row)]))
+    done = lesson("import", tmp_path / "bench.json", "-m", tiny, "-t", 3)
+    assert (done.returncode, "1 threads, not 3" in one_sentence(done)) == (2, True)
+    done = lesson("import", tmp_path / "missing.json", "-m", tiny)
+    assert (done.returncode, "No such file" in one_sentence(done)) == (2, True)
+
+
+def test_a_comparison_shows_the_rows_that_time_what_it_times(bring_in, row, job, tmp_path):
+    found = bring_in(
+        [prompt_row(row), prompt_row(row, 64), token_row(row), token_row(row, 7), token_row(row, n_depth=99)]
+    )
+    slug, kept = found["machine"]["slug"], str(tmp_path / "kept")
+    rows = llama_bench.recorded(job, slug, kept)
+    assert [r["shape"] for r in rows] == ["pp3", "tg2"]
+    assert "recorded, not run now" in shown(llama_bench.beside(rows))
+    assert llama_bench.recorded(replace(job, threads=2), slug, kept) == []
+    assert llama_bench.recorded(job, "elsewhere", kept) == []
+    assert llama_bench.beside([]) == []
+
+
+def test_compare_carries_them(stand_in, tiny, row, tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps([prompt_row(row)]))
+    kept = ("--save", tmp_path / "kept")
+    assert lesson("import", tmp_path / "bench.json", "-m", tiny, *kept).returncode == 0
+    words = ("simd", "llama.cpp", "-m", tiny, "--shape", "pp3", "-n", 1, "--budget", 1, *kept)
+    done = lesson("compare", *words, "--json", PYTHONPATH=stand_in)
+    assert done.returncode == 0, done.stderr
+    assert [r["shape"] for r in json.loads(done.stdout)["llama_bench"]] == ["pp3"]
+
+
+def test_check_holds_the_two_clocks_together(stand_in, tiny, row, tmp_path):
+    hour = 3600e9
+    rows = [prompt_row(row, ns=[hour]), token_row(row, ns=[hour]), prompt_row(row, n_depth=4, ns=[hour])]
+    (tmp_path / "bench.json").write_text(json.dumps(rows))
+    words = ("import", tmp_path / "bench.json", "-m", tiny, "--check", "--save", tmp_path / "kept")
+    done = lesson(*words, "--json", PYTHONPATH=stand_in)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(c["shape"], c["within"]) for c in found["check"]] == [("pp3", False), ("tg2", False)]
+    assert all(len(c["column_ms"]["samples"]) == llama_bench.ROUNDS and c["ratio"] < 0.1 for c in found["check"])
+    assert "more than 10% apart at pp3, tg2" in shown(llama_bench.render(found))
+
+
+def shown(pieces) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    for piece in pieces:
+        console.print(piece)
+    return console.export_text()
