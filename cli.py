@@ -135,7 +135,10 @@ def run(
 
 @app.command()
 def compare(
-    stages: Annotated[list[str], typer.Argument(metavar="A B …", help="Stages, each against the one before it.")],
+    stages: Annotated[
+        list[str] | None, typer.Argument(metavar="A B …", help="Stages, each against the one before it.")
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="These ideas with and without each other.")] = False,
     model: Model = None,
     layers: Layers = None,
     prompt: Prompt = None,
@@ -152,7 +155,13 @@ def compare(
     from common import compare as comparing
     from common import kernel_commands as kernels
 
-    names = comparing.checked(stages)
+    if grid:
+        from common import grid as gridding
+
+        ideas = gridding.checked(stages or [])
+        job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+        return out(as_json, gridding.grid(ideas, job, budget, save), gridding.render)
+    names = comparing.checked(stages or [])
     if kernels.checked(names, shape, layers=layers, prompt=prompt, ids=ids, n=n):
         if not as_json:
             paint(comparing.introduction(names, ops=()))
