@@ -6,7 +6,7 @@ before it, applied to a stage that may lack what came between. A combination is 
 can't be had, or is wrong, is an answer too: that idea rests on the other.
 
 An idea's worth is then told three ways: as the first of these ideas, as the last, and as the mean over all orders,
-which is the one way of sharing the whole that favours none (Shapley 1953, "A value for n-person games"; of the logarithms
+which is the one way of sharing the whole that favours none (Shapley 1953, "A value for n-person games"; of logarithms
 of times, since speed-ups multiply).
 """
 
