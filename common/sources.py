@@ -103,7 +103,9 @@ def locate(spec: str) -> Path:
     if not there and path.name == spec and not path.suffix:
         raise SourceError(f"{_unknown(spec, [*PULLED, *SHAPED])} (a file is given as ./{spec})", USAGE)
     why = "is a folder" if folder else "is no file" if there else "does not exist"
-    raise SourceError(f"{path} {why}: give --model the path of a GGUF file, or one of {', '.join(PULLED)}", BAD_FILE)
+    raise SourceError(
+        f"{str(path)!r} {why}: give --model the path of a GGUF file, or one of {', '.join(PULLED)}", BAD_FILE
+    )
 
 
 @contextlib.contextmanager

@@ -37,8 +37,13 @@ def arena(*shape: int) -> np.ndarray:
     """A float32 array whose pages are taken only when first written, a small page at a time.
 
     numpy would ask for huge pages: then a layer's first row costs the zeroing of 2 MB.
+    Raises MemoryError, as numpy does.
     """
-    memory = mmap.mmap(-1, 4 * math.prod(shape))
+    size = 4 * math.prod(shape)  # bytes
+    try:
+        memory = mmap.mmap(-1, size)
+    except (OSError, OverflowError):
+        raise MemoryError(f"{size / 1e9:,.1f} GB asked for at once") from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.float32).reshape(shape)

@@ -122,13 +122,18 @@ class BytePairs:
     """`gpt2`: text is UTF-8 bytes, each written as a printable character; merges are listed, best first."""
 
     spaced = False  # no space is put before a text
-    per_token = ()
 
-    def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
+    @staticmethod
+    def check(metadata: Metadata, size: int) -> None:
+        """What can be told without a text of the file's `size` tokens."""
         pre = metadata.get("ggml.pre", str)
         if pre not in WORDS:
             named = f"the pre-tokenizer {pre[:80]!r}" if pre else "no pre-tokenizer (tokenizer.ggml.pre)"
             metadata.fail(f"names {named}; known are {', '.join(WORDS)}")
+        metadata.view("ggml.merges", str)
+
+    def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
+        pre = metadata.get("ggml.pre", str)
         self.ids, self.whole_words, self.adds_bos = ids, pre in WHOLE_WORDS, pre in ADDS_BOS
         self.words = regex.compile(WORDS[pre]).findall
         self.ranks = self.checked_ranks(metadata, set(pieces))
@@ -169,14 +174,17 @@ class SentencePieces:
     """`llama`: text is characters, a space written as ▁; the pair whose joined piece scores best is joined first."""
 
     adds_bos = True
-    per_token = ("ggml.scores",)  # arrays of one number a token
+
+    @staticmethod
+    def check(metadata: Metadata, size: int) -> None:
+        """What can be told without a text of the file's `size` tokens."""
+        if np.isnan(metadata.view("ggml.scores", float, size)).any():
+            metadata.fail("tokenizer.ggml.scores holds a value that is not a number")
 
     def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
         self.ids = ids
         self.spaced = metadata.get("ggml.add_space_prefix", bool, True)
-        scores = metadata.array("ggml.scores", float, len(pieces))
-        if any(score != score for score in scores):
-            metadata.fail("tokenizer.ggml.scores holds a value that is not a number")
+        scores = metadata.array("ggml.scores", float)
         order = {score: rank for rank, score in enumerate(sorted(set(scores), reverse=True))}
         self.ranks = {piece: order[scores[i]] for piece, i in ids.items()}
         # Where no piece has ▁ after another character, no merge crosses into the next word: words can go one by one.

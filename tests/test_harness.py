@@ -16,6 +16,7 @@ import pytest
 from common import compare, diff, gate, gpu, harness, roofline, show
 from common.harness import Request, RunError, Sample
 from common.job import prepare
+from common.stage import arena
 from tests.helpers import ROOT, copy_of
 
 IDS = [1, 17, 300]
@@ -247,6 +248,12 @@ def test_a_failing_stage_is_told_in_one_sentence(what, tiny, tmp_path):
         harness.run(Request(str(path), str(tiny), IDS, 2))
     assert len(str(error.value).splitlines()) == 1
     assert error.value.exit_code == code
+
+
+@pytest.mark.parametrize("shape", [(1 << 25, 1 << 25), (1 << 40, 1 << 40)])  # no address space has them
+def test_a_context_beyond_memory_is_a_memory_error(shape):
+    with pytest.raises(MemoryError, match="GB asked for at once"):
+        arena(*shape)
 
 
 def test_the_line_is_the_readers_own(tiny, tmp_path):

@@ -85,6 +85,12 @@ def test_a_path_that_is_no_file(cache, tmp_path, name, why):
     assert error.exit_code == 3 and why in str(error) and name in str(error)
 
 
+@pytest.mark.parametrize("name", ["absent\x1b[31m.gguf", "folder\x1b[31m"])
+def test_a_path_is_shown_safe_for_a_terminal(cache, tmp_path, name):
+    (tmp_path / "folder\x1b[31m").mkdir()
+    assert "\x1b" not in str(refusal(resolve, str(tmp_path / name)))
+
+
 UNREACHABLE = ["~nouser-at-all/x.gguf", "/" + "x" * 300, "x" * 5000, "./" + "a/" * 3000 + "x.gguf"]
 
 
