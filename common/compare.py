@@ -16,7 +16,7 @@ from common import diff, gate, gpu, gpu_machine, harness, peers, records, roofli
 from common.harness import Sample
 from common.job import Job, UsageError
 from common.machine import Machine
-from common.run import check
+from common.run import answered, check
 from common.stage import OPS, PEERS, StageError, code_path, require
 from common.stats import FEWEST, verdict
 
@@ -137,7 +137,7 @@ def take(names: list[str], job: Job, budget_s: float) -> tuple[list[list[Sample]
             for slot in order:
                 bar.update(task, description=f"round {done + 1}, {names[slot]}")
                 rows = str(Path(folder) / "rows.npy")
-                sample = harness.run(job.request(names[slot], n=n, budget_s=budget_s / 3, rows_file=rows))
+                sample = answered(job, job.request(names[slot], n=n, budget_s=budget_s / 3, rows_file=rows))
                 found = check(names[slot], job, sample, rows)
                 agreed[slot] = agreed[slot] or found
                 samples[slot].append(sample)

@@ -35,7 +35,7 @@ def run(
         rows_file = str(Path(scratch) / "rows.npy")
         request = job.request(name, budget_s=budget_s, rows_file=rows_file, logits_file=save_logits)
         with Stream(job, expected, quiet) as stream:
-            sample = answered(job, request, stream)
+            sample = answered(job, request, stream.token)
         agreed = check(name, job, sample, rows_file)
     expected = roofline.expectation(name, replace(job, n=len(sample.output_ids)), here)
     record = records.run_record(job, name, [sample], agreed, expected, here)
@@ -43,10 +43,10 @@ def run(
     return record
 
 
-def answered(job: Job, request: harness.Request, stream: "Stream") -> harness.Sample:
+def answered(job: Job, request: harness.Request, on_token=lambda token, ms: None) -> harness.Sample:
     """A run. Raises GGUFError rather than RunError where the model itself gives logits that are not finite."""
     try:
-        return harness.run(request, stream.token)
+        return harness.run(request, on_token)
     except harness.RunError as error:
         if error.exit_code == WrongError.exit_code:
             reference.logits(job.gguf, job.ids, rows=1)

@@ -16,8 +16,9 @@ import pytest
 from common import compare, diff, gate, gpu, harness, roofline, show
 from common.harness import Request, RunError, Sample
 from common.job import prepare
+from common.model import open_model
 from common.stage import arena
-from tests.helpers import ROOT, copy_of
+from tests.helpers import ROOT, copy_of, lesson
 
 IDS = [1, 17, 300]
 COMPILING, LOADING = 5.0, 2.0  # seconds
@@ -338,7 +339,7 @@ def planted(monkeypatch, tiny, tmp_path):
     def of(names, n, ttft_ms=(100.0, 50.0)):
         order = []
 
-        def run(request):
+        def run(request, on_token):
             slot = names.index(request.stage)
             order.append(slot)
             wobble = 1 + 0.001 * (len(order) % 3)
@@ -427,3 +428,15 @@ def test_a_runs_peak_memory_is_its_own_and_not_its_parents(tiny):
     held = np.ones(400 << 20, np.uint8)
     sample = harness.run(Request("naive", str(tiny), [1, 2, 3], 1, context=8))
     assert 0 < sample.peak_rss_mb < held.nbytes / (1 << 20)
+
+
+def test_weights_that_are_not_finite_are_the_models_fault_in_a_comparison_too(tiny, tmp_path):
+    text = bytearray(tiny.read_bytes())
+    norm = open_model(tiny).weights.output_norm.raw.tobytes()
+    at = text.index(norm)
+    text[at : at + len(norm)] = np.full(len(norm) // 4, np.nan, np.float32).tobytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(text)
+    done = lesson("compare", "naive", "tiling", "--model", broken, "--ids", "1,2,3", "-n", "1", "--save", tmp_path)
+    assert done.returncode == 3
+    assert "weights that give logits that are not finite" in done.stderr.decode()
