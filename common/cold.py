@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import harness, machine, records, show
-from common.job import Job
+from common.job import Job, UsageError
 from common.profile import heading
 from common.stage import source_path
 
@@ -115,10 +115,14 @@ def resident(path: Path) -> tuple[int | None, int]:
 
 
 def cold(name: str, job: Job, save: str | None = None) -> dict:
-    """Run one stage cold, check its logits, and record it. Raises WrongError, RunError and StageError."""
+    """Run one stage cold, check its logits, and record it. Raises WrongError, RunError, StageError and UsageError."""
     from common.run import check
 
     source_path(name)
+    if not job.sampler.greedy:
+        raise UsageError(
+            "--cold counts the page faults of two forward passes and draws no token: leave --temperature out"
+        )
     folder = records.writable(records.folder(save))
     here = machine.identify()
     unmap(job.gguf.gguf.file)

@@ -174,6 +174,12 @@ def test_a_bad_flag_on_the_command_line(tiny):
     assert done.returncode == 2
 
 
+def test_a_cold_run_draws_nothing_and_says_so(tiny):
+    done = lesson("run", "naive", "-m", tiny, "--ids", "1", "--cold", "--top-k", "5")
+    assert "draws no token" in one_sentence(done)
+    assert done.returncode == 2
+
+
 # ---- a sampled run ---------------------------------------------------------------------------------------------
 
 HOT = Sampler(3.0, top_k=100, seed=11)
