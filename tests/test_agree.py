@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import gate, reference, synth
+from common import gate, gpu, reference, synth
 from common.gguf import GGUFError, read
 from common.model import open_model
-from common.stage import CPU, load_stage
+from common.stage import CPU, GPU, load_stage
 from common.tokenizer import Tokenizer
 
 CASES = Path(__file__).parent / "cases"
@@ -98,8 +98,10 @@ def test_the_oracle_on_the_real_model(smollm2, golden_logits, prompt):
     assert likely.mean() == pytest.approx(GOLDEN[prompt]["mean_nll"], abs=1e-5)
 
 
-@pytest.fixture(scope="module", params=CPU)
+@pytest.fixture(scope="module", params=[*CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU)])
 def stage(request):
+    if request.param in GPU and gpu.missing():
+        pytest.skip(gpu.missing())
     return load_stage(request.param)
 
 

@@ -11,6 +11,7 @@ from common import gate, reference
 from common.gguf import TYPES
 from common.model import open_model
 from common.quants import unpack_blocks
+from tests.helpers import copy_of, lesson, one_sentence
 from tests.test_ops import attended, exact, turned
 
 pytestmark = pytest.mark.gpu
@@ -131,6 +132,15 @@ def test_rms_norm(gpu, on_gpu, draw, T, D, eps):
     close(on_gpu.rms_norm(gpu.asarray(x), gpu.asarray(w), eps), exact(x) / root * exact(w))
 
 
+@pytest.mark.parametrize("eps", [1e-45, 1.18e-38, 3e38])
+def test_rms_norm_of_extreme_eps(gpu, on_gpu, draw, eps):
+    """The smallest float32 there is, the smallest of full precision, and nearly the largest."""
+    x, w = draw(3, 129), draw(129)
+    root = np.sqrt((exact(x) ** 2).mean(axis=1, keepdims=True) + eps)
+    close(on_gpu.rms_norm(gpu.asarray(x), gpu.asarray(w), eps), exact(x) / root * exact(w))
+    assert not host(on_gpu.rms_norm(gpu.zeros((1, 129), np.float32), gpu.asarray(w), eps)).any()
+
+
 def at(gpu, start):
     return gpu.array([start], np.int64)
 
@@ -141,6 +151,12 @@ def test_rope(gpu, on_gpu, draw, T, heads, hd, start):
     """Angles keep their precision far into the text."""
     x, freqs = draw(T, heads, hd), 1e4 ** (-np.arange(hd // 2) * 2 / hd)
     close(on_gpu.rope(gpu.asarray(x), gpu.asarray(freqs), at(gpu, start)), turned(x, freqs, start), 1e-13)
+
+
+@pytest.mark.parametrize("base", [3.4e38, 1.0])
+def test_rope_of_extreme_bases(gpu, on_gpu, draw, base):
+    x, freqs = draw(3, 2, 64), base ** (-np.arange(32) * 2 / 64)
+    close(on_gpu.rope(gpu.asarray(x), gpu.asarray(freqs), at(gpu, 8000)), turned(x, freqs, 8000), 1e-13)
 
 
 def test_rope_leaves_dimensions_beyond_the_last_pair(gpu, on_gpu, draw):
@@ -322,3 +338,69 @@ def test_too_little_memory_is_one_sentence(gpu, stage, tiny, monkeypatch):
     with pytest.raises(StageError, match=r"needs 0.00 GB on the GPU and 0.00 GB are free: take") as caught:
         stage.load(open_model(tiny), 8, 1)
     assert caught.value.exit_code == 4
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------
+
+WAIT = "return matmul(hidden, model.weights.output).get()"
+FORGET = """import cupyx
+
+    for _ in range(300):
+        out = matmul(hidden, model.weights.output)
+    rows = cupyx.zeros_pinned(out.shape, np.float32)
+    out.get(out=rows, blocking=False)
+    return rows"""
+
+
+def test_logits_that_nobody_waited_for_are_caught(tiny, tmp_path):
+    """They are there when they are checked, but not when the next id was chosen from them."""
+    copy_of("resident", tmp_path, (WAIT, FORGET))
+    done = lesson("run", "./mine.py", "-m", tiny, "--ids", "1,17,300", "-n", 4, "--json", cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert "is wrong, so no time is shown" in one_sentence(done)
+
+
+def test_work_that_nobody_waited_for_is_timed(tiny, tmp_path):
+    """100 million cycles behind each token, which are 50 ms at 2 GHz, and more at less."""
+    late = "from common.gpu_profile import DELAYED\n\n        "
+    late += "DELAYED.kernel('delay')((1,), (1,), (np.int64(10**8),))\n        yield new[0], row"
+    copy_of("resident", tmp_path, ("yield new[0], row", late))
+    words = ("-m", tiny, "--ids", "1,17,300", "-n", 3, "--json", "--save", tmp_path)
+    done = lesson("run", "./mine.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ttft_ms"]["median"] > 40 and found["ms_per_token"]["median"] > 40
+
+
+def test_a_wrong_kernel_is_named(tiny, tmp_path):
+    copy_of("resident", tmp_path, ("sum += x[row + d] * x[row + d];", "sum += x[row + d];"))
+    done = lesson("run", "./mine.py", "-m", tiny, "--ids", "1,17,300", "-n", 2, "--json", cwd=tmp_path)
+    assert done.returncode == 5
+    assert "token 0, layer 0, rms_norm" in one_sentence(done)
+
+
+def test_a_comparison_on_a_gpu(tiny, tmp_path):
+    words = ("-m", tiny, "--ids", "1,17,300", "-n", 3, "--budget", 1, "--json", "--save", tmp_path)
+    done = lesson("compare", "quantized", "cuda", "resident", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [run["ttft_ms"]["median"] > 0 for run in found["stages"]] == [True] * 3
+    names = [run["machine"]["name"] for run in found["stages"]]
+    assert names[1] == names[2] != names[0] and found["recorded"] == []
+    assert all(agreed["passed"] for agreed in found["agree"])
+
+
+def test_a_profile_counts_every_launch_and_every_free(tiny, tmp_path):
+    words = ("-m", tiny, "--ids", "1,17,300", "-n", 3, "--json", "--save", tmp_path)
+    told = {name: json.loads(lesson("profile", name, *words).stdout) for name in ("offload", "cuda", "resident")}
+    for name, found in told.items():
+        for part in ("prefill", "decode"):
+            calls = {row["call"]: row for row in found[part]["calls"]}
+            assert calls["cudaLaunchKernel"]["calls"] == sum(row["calls"] for row in found[part]["kernels"])
+            assert calls["cudaMemcpy, GPU to host"]["calls"] == (15 if name == "offload" else 1)
+    kernels = {row["kernel"]: row["calls"] for row in told["cuda"]["prefill"]["kernels"]}
+    matmuls = [row["weight"] for row in told["cuda"]["prefill"]["kernels"] if row["kernel"] == "matmul"]
+    assert {"w_q", "w_down", "output"} <= set(matmuls)
+    calls = {row["call"]: row["calls"] for row in told["cuda"]["prefill"]["calls"]}
+    assert calls["cudaMalloc"] >= kernels["add"] and abs(calls["cudaMalloc"] - calls["cudaFree"]) <= 2
+    assert "cudaMalloc" not in {row["call"] for row in told["resident"]["decode"]["calls"]}
