@@ -31,6 +31,7 @@ IDEAS = ("tiling", "kv_cache")  # what a grid shows unless told otherwise
 MOST = 4  # ideas: 16 combinations
 ALIKE = 0.6  # of a definition's words: an idea that changes less than this of it may change it elsewhere, too
 METRICS = ("ttft_ms", "ms_per_token")
+PLACES = ("first", "last")  # of an idea among the others
 
 
 class Missing(Exception):
@@ -320,9 +321,11 @@ def render(document: dict) -> list:
     worth = show.table("what each is worth", "first", "last", "mean of all orders")
     for found in document["credit"]:
         metric = {"ttft_ms": "TTFT", "ms_per_token": "ms/token"}[found["metric"]]
-        ratios = [told(found[where]) for where in ("first", "last")]
+        ratios = [told(found[at]) for at in PLACES]
         worth.add_row(f"{found['idea']}, {metric}", *ratios, show.times(found["mean"]))
     head = f"{document['base']} with and without {', '.join(ideas)}"
+    if any(found[at] and found[at]["verdict"] == "too few runs" for found in document["credit"] for at in PLACES):
+        notes.append("? from too few runs to be sure: a larger --budget gives more")
     where = f"{document['machine']['name']}, {document['threads']} thread{'s' * (document['threads'] > 1)}"
     return [
         show.heading(head),
@@ -336,7 +339,9 @@ def render(document: dict) -> list:
 
 
 def told(step: dict | None) -> str:
-    """'1.83×', '≈ 1' for no measurable change, '–' for a step that can't be taken."""
+    """'1.83×', '1.83× ?' from too few runs, '≈ 1' for no measurable change, '–' for a step that can't be taken."""
     if step is None:
         return "–"
-    return "≈ 1" if step["verdict"] == "no measurable change" else show.times(step["ratio"])
+    if step["verdict"] == "no measurable change":
+        return "≈ 1"
+    return show.times(step["ratio"]) + " ?" * (step["verdict"] == "too few runs")

@@ -60,6 +60,16 @@ def test_a_cached_stage_is_fed_only_what_is_new(tiny):
     assert (second.fed, second.prompt_tokens) == (len(new), len(whole))
 
 
+def test_the_last_token_is_fed_even_if_all_is_known(tiny):
+    """An answer that ended at once leaves no turn: the same message again finds its whole prompt in the cache."""
+    asked = job(tiny)
+    step = Fed(asked.stop_ids[0], asked.stop_ids[0])
+    talk = Conversation(asked, step, cached=True)
+    first, second = talk.ask("a"), talk.ask("a")
+    assert step.calls[1] == (step.calls[0][0][-1:], first.prompt_tokens - 1)
+    assert second.fed == 1
+
+
 def test_a_stage_without_a_cache_is_fed_everything_each_time(tiny):
     asked = job(tiny)
     step = Fed(40, 41, asked.stop_ids[0])

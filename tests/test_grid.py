@@ -174,6 +174,8 @@ def test_an_idea_worth_nothing_is_said_so():
     found = credit("a", ["a", "b"], times(none=100, a=100, b=50, a_and_b=50), "ttft_ms")
     assert grid.told(found["first"]) == "≈ 1"
     assert grid.told(None) == "–"
+    few = {chosen: {"ttft_ms": found["ttft_ms"][:2]} for chosen, found in times(none=100, a=50).items()}
+    assert grid.told(credit("a", ["a"], few, "ttft_ms")["first"]) == "2.00× ?"
 
 
 # ---- the whole way ---------------------------------------------------------------------------------------------
