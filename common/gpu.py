@@ -12,6 +12,7 @@ from common.gguf import GGUFError
 from common.stage import StageError, code_path
 
 NEEDS_GPU = 4  # the exit code where a backend is missing
+LEAST_EPS = 2.0**-126  # the smallest float32 of full precision
 MOST_HEAD = 256  # head size: eight values in the registers of each lane of an attention warp
 
 
@@ -132,7 +133,9 @@ def broken(error: ImportError) -> StageError:
 
 
 def supported(gguf) -> None:
-    """Raises GGUFError for a matrix whose type no kernel unpacks, or a head too large for attention's registers."""
+    """Raises GGUFError for a matrix whose type no kernel unpacks, a head too large for attention's registers, or an eps
+    that would be zero: CuPy has the compiler flush what float32 holds only in part (-ftz=true).
+    """
     weights = gguf.weights
     for tensor in (weights.token_embd, weights.output, *(t for layer in weights.layers for t in layer)):
         if len(tensor.shape) == 2 and tensor.type.name not in TYPES_UNPACKED:
@@ -142,6 +145,8 @@ def supported(gguf) -> None:
                 f"has {tensor.name} of type {tensor.type.name}, which GPU stages do not unpack; they do "
                 f"{', '.join(TYPES_UNPACKED)}",
             )
+    if gguf.config.eps < LEAST_EPS:
+        raise GGUFError(gguf.path, None, f"has an RMS norm eps of {gguf.config.eps:.3g}, which is zero to GPU stages")
     if gguf.config.hd > MOST_HEAD:
         raise GGUFError(gguf.path, None, f"has heads of {gguf.config.hd}, and GPU stages take up to {MOST_HEAD}")
 

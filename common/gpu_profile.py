@@ -32,7 +32,8 @@ extern "C" __global__ void delay(long long cycles) {
     while (clock64() - began < cycles) {}
 }
 extern "C" __global__ void nothing() {}
-"""
+""",
+    archs=("sm_50",),
 )
 
 # ---- the worker's side -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 
 import stages
 from common import chapters, cuda, diff, gate, gpu, harness, kernel_ladder
+from common.gguf import GGUFError
 from common.model import open_model
 from common.stage import GPU as GPU_STAGES
 from common.stage import StageError
@@ -243,6 +245,14 @@ def test_memory_that_runs_out_in_a_forward_is_one_sentence(error, tiny, monkeypa
     assert gpu.LESS in told
     for other in (MemoryError("Unable to allocate"), Runtime.CUDARuntimeError("cudaErrorIllegalAddress: an illegal")):
         assert gpu.out_of_memory(other, request) is None
+
+
+def test_an_eps_that_the_gpu_would_flush_to_zero_is_refused(tiny):
+    gguf = open_model(tiny)
+    gpu.supported(gguf)
+    gpu.supported(gguf._replace(config=replace(gguf.config, eps=1.18e-38)))
+    with pytest.raises(GGUFError, match="has an RMS norm eps of 1e-40, which is zero to GPU stages"):
+        gpu.supported(gguf._replace(config=replace(gguf.config, eps=1e-40)))
 
 
 def test_room_is_counted_once_for_a_tied_model(smollm2):

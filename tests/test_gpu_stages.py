@@ -132,9 +132,9 @@ def test_rms_norm(gpu, on_gpu, draw, T, D, eps):
     close(on_gpu.rms_norm(gpu.asarray(x), gpu.asarray(w), eps), exact(x) / root * exact(w))
 
 
-@pytest.mark.parametrize("eps", [1e-45, 1.18e-38, 3e38])
+@pytest.mark.parametrize("eps", [1.18e-38, 3e38])
 def test_rms_norm_of_extreme_eps(gpu, on_gpu, draw, eps):
-    """The smallest float32 there is, the smallest of full precision, and nearly the largest."""
+    """The smallest float32 of full precision, since less is flushed to zero and refused, and nearly the largest."""
     x, w = draw(3, 129), draw(129)
     root = np.sqrt((exact(x) ** 2).mean(axis=1, keepdims=True) + eps)
     close(on_gpu.rms_norm(gpu.asarray(x), gpu.asarray(w), eps), exact(x) / root * exact(w))
@@ -373,7 +373,7 @@ def test_work_that_nobody_waited_for_is_timed(tiny, tmp_path):
 
 
 def test_a_wrong_kernel_is_named(tiny, tmp_path):
-    copy_of("resident", tmp_path, ("sum += x[row + d] * x[row + d];", "sum += x[row + d];"))
+    copy_of("resident", tmp_path, ("rsqrtf(total(sum) / D + eps)", "rsqrtf(total(sum) / (D + 64) + eps)"))
     done = lesson("run", "./mine.py", "-m", tiny, "--ids", "1,17,300", "-n", 2, "--json", cwd=tmp_path)
     assert done.returncode == 5
     assert "token 0, layer 0, rms_norm" in one_sentence(done)
