@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common import diff, gate, gpu, gpu_machine, harness, peers, records, roofline, show
+from common import diff, gate, gpu, gpu_machine, peers, records, roofline, show
 from common.harness import Sample
 from common.job import Job, UsageError
 from common.machine import Machine

@@ -137,7 +137,7 @@ def by_call(rows: list[dict]) -> dict[str, dict]:
 
 
 def host_ops(name: str, job) -> dict:
-    """ms by op on the host's clock, of a step of 16 tokens and one of 1: of a stage whose matmul waits for the GPU."""
+    """ms by op on the host's clock, of a step of 16 tokens and one of 1: where no op leaves the GPU at work."""
     request = job.request(name, ids=random_ids(16, job.gguf.config.V), n=5, context=32)
     found = profile.profile_run(request)
     ops = {}
@@ -209,6 +209,8 @@ def record(name: str, path: str, threads: int, predicted: dict | None) -> dict:
     found["rows"] = [row(stage, model, shape, n, gguf.config.V, settle) for shape, n in shapes.items()]
     found["ms"] = {r["shape"]: (r["ms_per_token"] or r["ttft_ms"])["median"] for r in found["rows"]}
     found["agreement"] = agreement(stage, name, gguf, model)
+    if not on_gpu:
+        found["host_ms"] = host_ops(name, job)
     if on_gpu:
         found["compiled"] = hashlib.sha256(f"{stage.SOURCE}{stage.OPTIONS}".encode()).hexdigest()
         found["roofs"] = {"read_gbs": here.read_gbs, "multiply_add_gflops": here.fma_gflops}
@@ -222,6 +224,55 @@ def record(name: str, path: str, threads: int, predicted: dict | None) -> dict:
             found["calls"] = call_costs()
             found["host_ms"] = host_ops(name, job)
     return found
+
+
+# ---- what each stage was expected to take, from the records of the stage before --------------------------------
+
+MATMULS = 155  # of a step of TinyLlama's shape: seven a layer, and the logits
+ISSUE_GHZ = 132 * 4 * 1.98  # warp instructions a ns of an H200: processors, schedulers, and the clock nvidia-smi shows
+
+
+def expected(load) -> dict[str, dict[str, float]]:
+    """{stage: {shape: ms}} from what load(name) gives of the stage before it, and of calls measured by themselves."""
+    quantized, offload, cuda = map(load, ("quantized", "offload", "cuda"))
+    mix, V, D, F, L = quantized["model"]["quant_mix"], 32000, 2048, 5632, 22
+    output = V * D
+    layers = sum(mix.values()) - mix["F32"] - 2 * output
+    counted = next(r for r in load("counters")["rows"] if (r["T"], r["grid"]) == (512, f"({512 * F}, 1, 1)"))
+    each = counted["warp_instructions"] / (512 * F * D)  # warp instructions a weight and token, from the machine code
+
+    def call(*names: str) -> float:
+        return sum(offload["calls"][name]["median_us"] for name in names) / 1e3
+
+    def kernels(T: int) -> float:
+        return each * (T * layers + output) / ISSUE_GHZ / 1e6
+
+    def rest(T: int) -> float:
+        return quantized["host_ms"][f"T={T}"]["step_ms"] - quantized["host_ms"][f"T={T}"]["matmul"]
+
+    attention = quantized["host_ms"]["T=16"]["attention"]
+    up, down = (4 * 512 * L * width for width in (6 * D + F, 3 * D + 2 * F + 512))  # bytes, of 512 tokens
+    copies = up / (16 << 20) * call("asarray 16777216") + down / (16 << 20) * call("get 16777216")
+    launches = sum(op["calls"] for op in cuda["profile"]["T=16"]["op_ms"].values())
+    calls = launches * call("an op: pool, launch", "cudaMalloc + cudaFree 8192")
+    ran, freed = offload["profile"], cuda["profile"]["T=1"]["call_ms"]
+    return {
+        "offload": {
+            "pp16": rest(16) + MATMULS * call("asarray 131072", "Program.launch", "get 131072") + kernels(16),
+            "pp512": 32 * (rest(16) - attention) + 512 * 513 / (16 * 17) * attention + copies + kernels(512),
+            "tg32": rest(1) + MATMULS * call("asarray 8192", "Program.launch", "get 8192") + kernels(1),
+        },
+        "cuda": {
+            "pp16": calls + ran["T=16"]["kernel_ms"],
+            "pp512": calls + 32 * ran["T=16"]["kernel_ms"],
+            "tg32": calls + ran["T=1"]["kernel_ms"],
+        },
+        "resident": {
+            "pp16": cuda["profile"]["T=16"]["kernel_ms"],
+            "pp512": cuda["profile"]["T=512"]["kernel_ms"],
+            "tg32": cuda["ms"]["tg32"] - freed["cudaMalloc"]["ms"] - freed["cudaFree"]["ms"],
+        },
+    }
 
 
 def main(arguments=None) -> None:

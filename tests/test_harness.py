@@ -346,7 +346,7 @@ def planted(monkeypatch, tiny, tmp_path):
             took = ttft_ms[slot] * wobble
             return Sample([1] * request.n, "length", took, [took / 10] * (request.n - 1), 1, 1, 1, {"load": FAULTS})
 
-        monkeypatch.setattr(compare.harness, "run", run)
+        monkeypatch.setattr(harness, "run", run)
         monkeypatch.setattr(compare, "check", lambda *_: gate.Agreement(0.0, 0.0, True, None, True))
         monkeypatch.setattr(roofline, "plausible", lambda *_, **__: 0.5)
         job = prepare(str(tiny), ids="1,2", n=n)
