@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-BROKEN_PIPE, INTERRUPTED, TERMINATED = 0, 130, 143
+BROKEN_PIPE, UNEXPECTED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 
 
 class Commands(TyperGroup):
@@ -28,6 +28,12 @@ class Commands(TyperGroup):
             sys.exit(BROKEN_PIPE)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
+        except MemoryError as error:  # of what this process computes itself, such as the reference
+            print(
+                f"lesson: there is too little memory ({str(error) or 'an allocation failed'}): try a smaller model",
+                file=sys.stderr,
+            )
+            sys.exit(UNEXPECTED)
         except Exception as error:
             if not hasattr(error, "exit_code") or isinstance(error, (typer.Exit, typer.Abort)) or is_usage(error):
                 raise

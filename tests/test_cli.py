@@ -74,7 +74,7 @@ def document(tiny, folder):
         (("run", "naive", "-m", "MODEL", "--shape", "pp1025"), 6, "1025 tokens and the context holds 1024"),
         (("run", "naive", "-m", "MODEL", "--ids", "1,2,3", "--context", "2"), 6, "raise --context"),
         (("compare", "naive", "tiling", "-m", "MODEL", "--shape", "pp1025", "--json"), 6, "the context holds 1024"),
-        (("run", "naive", "-m", "missing.gguf"), 3, "missing.gguf does not exist"),
+        (("run", "naive", "-m", "missing.gguf"), 3, "'missing.gguf' does not exist"),
         (("run", "naive", "-m", "FOLDER"), 3, "is a folder"),
         (("run", "naive", "-m", "FOLDER/empty.gguf"), 3, "empty.gguf"),
         (("run", "naive", "-m", "FOLDER/image.gguf"), 3, "image.gguf"),
@@ -350,6 +350,19 @@ def patiently(found):
             return value
         time.sleep(0.1)
     return pytest.fail("it never came")
+
+
+@pytest.mark.parametrize("said", ["32 GiB", ""])
+def test_too_little_memory_is_one_sentence(said):
+    code = f"""
+import cli, common.gguf
+def read(path): raise MemoryError({said!r})
+common.gguf.read = read
+cli.app(["inspect", "x"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=60)
+    assert f"too little memory ({said or 'an allocation failed'})" in one_sentence(done)
+    assert done.returncode == 1
 
 
 def test_help_imports_none_of_the_course():
