@@ -13,9 +13,9 @@ import platformdirs
 
 from common import gpu, machine, roofline
 from common.cuda import Program, processors
-from common.machine import KB, Machine, slug
+from common.machine import MB, Machine, slug
 
-SIZES = tuple(256 * KB << i for i in range(13))  # 256 KB … 1 GB
+SIZES = tuple(2 * MB << i for i in range(10))  # 2 MB, which keep every processor at work, … 1 GB
 ROUNDS = 7
 
 # The fewest instructions that keep reading, or a tensor core, busy: what they reach is the roof. Eight chains of
