@@ -23,7 +23,7 @@ from statistics import fmean, median
 from common import compare, diff, harness, machine, records, show
 from common.diff import Change, Definition
 from common.job import Job, UsageError
-from common.run import WrongError, check
+from common.run import WrongError, answered, check
 from common.stage import CPU, code_path
 from common.stats import FEWEST, summary, verdict
 
@@ -228,7 +228,7 @@ def first_runs(paths: dict[tuple, str], cells: dict, job: Job, budget_s: float) 
             bar.update(task, description=f"checking {label(chosen)}")
             rows = str(Path(scratch) / "rows.npy")
             try:
-                sample = harness.run(job.request(path, n=min(2, job.n), budget_s=budget_s / 3, rows_file=rows))
+                sample = answered(job, job.request(path, n=min(2, job.n), budget_s=budget_s / 3, rows_file=rows))
                 check(path, job, sample, rows)
                 first[chosen] = sample
             except (WrongError, harness.RunError) as error:

@@ -181,21 +181,33 @@ def test_an_idea_worth_nothing_is_said_so():
 # ---- the whole way ---------------------------------------------------------------------------------------------
 
 
-def test_a_grid_as_json(tiny, tmp_path):
-    words = ("--grid", "kv_cache", "tiling", "-m", tiny, "--ids", "1,2,3", "-n", 3, "--context", 16, "--budget", 1)
-    done = lesson("compare", *words, "--json", "--save", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+@pytest.fixture
+def here(monkeypatch):
+    """Runs in this process, and few of them: what is tested is not how long they take."""
+    monkeypatch.setattr(harness, "run", lambda request, *_: harness.measure(request))
+    monkeypatch.setattr(harness, "diagnose", lambda request: "somewhere")
+    monkeypatch.setattr(grid.compare, "ROUNDS", 3)
+    monkeypatch.setattr(grid.compare, "MOST_ROUNDS", 3)
+
+
+def small(tiny):
+    return prepare(str(tiny), ids="1,2,3", n=3, context=16)
+
+
+def test_a_grid_is_a_record(tiny, tmp_path, here, capsys):
+    found = grid.grid(["kv_cache", "tiling"], small(tiny), 5.0, str(tmp_path))
     assert (found["schema"], found["base"], found["ideas"]) == (1, "naive", ["tiling", "kv_cache"])
     assert [cell["ideas"] for cell in found["cells"]] == [[], ["tiling"], ["kv_cache"], ["tiling", "kv_cache"]]
     assert all(cell["ttft_ms"]["median"] > 0 and cell["nmse"] < 1e-8 for cell in found["cells"])
     assert [(c["idea"], c["metric"]) for c in found["credit"]][:2] == [("tiling", "ttft_ms"), ("kv_cache", "ttft_ms")]
     assert all(c["orders"] == 2 and c["mean"] > 0 for c in found["credit"])
-    assert b"4 combinations" in done.stderr
+    said = capsys.readouterr()
+    assert "4 combinations" in said.err
+    assert said.out == ""
     assert json.loads(next(tmp_path.rglob("grid/*.json")).read_text()) == found
 
 
-def test_a_combination_that_is_wrong_or_missing_has_no_time_and_a_reason(tiny, tmp_path, monkeypatch):
+def test_a_combination_that_is_wrong_or_missing_has_no_time_and_a_reason(tiny, tmp_path, monkeypatch, here):
     """kv_cache alone made wrong, and an idea that can't be had: the others are measured all the same."""
     real = grid.combine
 
@@ -205,18 +217,8 @@ def test_a_combination_that_is_wrong_or_missing_has_no_time_and_a_reason(tiny, t
         text = real(base, chosen)
         return text.replace("start + len(new)", "start + len(new) - 1") if chosen == ("kv_cache",) else text
 
-    runs = []
-
-    def run(request, on_token=None):
-        sample = harness.measure(request)
-        runs.append(request.stage)
-        return sample
-
     monkeypatch.setattr(grid, "combine", spoiled)
-    monkeypatch.setattr(harness, "run", run)
-    monkeypatch.setattr(harness, "diagnose", lambda request: "somewhere")
-    monkeypatch.setattr(grid.compare, "ROUNDS", 3)
-    found = grid.grid(list(FLOAT), prepare(str(tiny), ids="1,2,3", n=3, context=16), 1.0, str(tmp_path))
+    found = grid.grid(list(FLOAT), small(tiny), 5.0, str(tmp_path))
     cells = {tuple(cell["ideas"]): cell for cell in found["cells"]}
     assert cells["tiling",]["missing"] == "it rests on kv_cache"
     assert "kv_cache is wrong, so no time is shown" in cells["kv_cache",]["wrong"]
