@@ -74,10 +74,12 @@ def combine(base: str, ideas: tuple[str, ...]) -> str:
 
 def applied(text: str, change: Change, idea: str) -> str:
     """The text with one definition changed as the idea changes it."""
-    have, old, new = diff.definitions(text).get(change.name), change.old, change.new
+    there, old, new = diff.definitions(text), change.old, change.new
+    have = there.get(change.name)
     if new is None or (have and have.text == new.text):
         return text  # what the idea has no use for does no harm
-    if (have and have.text) != (old and old.text):
+    leftover = have and not old and not any(have.name in d.uses for d in there.values() if d is not have)
+    if (have and have.text) != (old and old.text) and not leftover:
         text_of_both = have and old and merged(have, old, new)
         if not text_of_both:
             writer = author(idea, change.name, old)
