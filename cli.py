@@ -142,8 +142,9 @@ def run(
 @app.command()
 def compare(
     stages: Annotated[
-        list[str] | None, typer.Argument(metavar="A B …", help="Stages, each against the one before it.")
+        list[str] | None, typer.Argument(metavar="A B …", help="Stages, each against the one before it; llama.cpp too.")
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="The whole ladder, each stage against its PREVIOUS.")] = False,
     grid: Annotated[bool, typer.Option("--grid", help="These ideas with and without each other.")] = False,
     model: Model = None,
     layers: Layers = None,
@@ -167,6 +168,13 @@ def compare(
         ideas = gridding.checked(stages or [])
         job = prepared(model, layers, prompt, ids, shape, n, context, threads)
         return out(as_json, gridding.grid(ideas, job, budget, save), gridding.render)
+    if every:
+        from common import climb
+
+        if stages:
+            raise typer.BadParameter("--all takes the whole ladder: name no stages beside it")
+        job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+        return out(as_json, climb.climb(job, budget, save), climb.render)
     names = comparing.checked(stages or [])
     if kernels.checked(names, shape, layers=layers, prompt=prompt, ids=ids, n=n):
         if not as_json:
@@ -195,23 +203,31 @@ def diff(
 @app.command()
 def sweep(
     stage: Annotated[str, typer.Argument(metavar="STAGE")],
-    setting: Annotated[str, typer.Argument(metavar="NAME=2,4,8", help="A constant of the stage and its values.")],
+    setting: Annotated[
+        str, typer.Argument(metavar="NAME=2,4,8", help="A constant of the stage, or threads, or depth, and its values.")
+    ],
     model: Model = None,
     layers: Layers = None,
     prompt: Prompt = None,
     ids: Ids = None,
     shape: Shape = None,
+    threads: Threads = 1,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
-    """Rebind one constant of a stage in a copy: is it still right, and how fast?"""
+    """A stage at several values of a constant, of threads or of depth: is it still right, and how fast?"""
     from common import kernel_commands as kernels
     from common import sweep as sweeping
+
+    curve = sweeping.curve_of(setting)
+    if curve:
+        job = prepared(model, layers, prompt, ids, shape or sweeping.CURVES[curve], threads=threads)
+        return out(as_json, sweeping.curve(stage, setting, job, save), sweeping.render_curve)
 
     sweeping.parse(stage, setting)
     if kernels.checked([stage], shape, layers=layers, prompt=prompt, ids=ids):
         return out(as_json, kernels.sweep(stage, setting, shape, save), kernels.render)
-    job = prepared(model, layers, prompt, ids, shape)
+    job = prepared(model, layers, prompt, ids, shape, threads=threads)
     return out(as_json, sweeping.sweep(stage, setting, job, save), sweeping.render)
 
 

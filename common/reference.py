@@ -56,9 +56,11 @@ def compute(gguf: model.ModelFile, ids, rows: int | None = None) -> Answer:
         q = rope((h @ exact(layer.w_q).T).reshape(T, H, hd), config.rope_freqs)
         k = rope((h @ exact(layer.w_k).T).reshape(T, G, hd), config.rope_freqs).repeat(H // G, axis=1)
         v = (h @ exact(layer.w_v).T).reshape(T, G, hd).repeat(H // G, axis=1)
-        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(hd)
-        scores[:, hidden_from] = -np.inf
-        heads = np.einsum("hts,shd->thd", softmax(scores), v)
+        heads = np.empty((T, H, hd))
+        for i in range(H):  # one at a time, so that a long text's scores fit in memory
+            scores = q[:, i] @ k[:, i].T / np.sqrt(hd)
+            scores[hidden_from] = -np.inf
+            heads[:, i] = softmax(scores) @ v[:, i]
         x = x + heads.reshape(T, H * hd) @ exact(layer.w_o).T
         residual.append(x)
         h = rms_norm(x, layer.ffn_norm, config.eps)
