@@ -81,12 +81,12 @@ def call_costs() -> dict:
     from common.cpu_ops import silu
 
     runtime, costs = cupy.cuda.runtime, {}
-    resident, other = load_stage("resident"), np.ones((16, 5632), np.float32)
+    resident, between = load_stage("resident"), np.ones((16, 5632), np.float32)
 
     def cost(what: str, call, times: int = 100) -> None:
         taken = []
         for _ in range(times):
-            silu(other)
+            silu(between)
             runtime.deviceSynchronize()
             started = time.perf_counter()
             call()
