@@ -13,7 +13,7 @@ import regex
 
 from common import template
 from common.gguf import printable
-from common.vocabulary import MODELS, Kind, Metadata
+from common.vocabulary import ADDS_BOS, MODELS, Kind, Metadata
 
 CACHE_WORDS = 1 << 16  # words whose ids are remembered; English text repeats nearly all of its words
 CACHE_LETTERS = 64  # a longer word is not remembered: it hardly comes again
@@ -50,6 +50,11 @@ class Tokenizer:
         ends = {self.special_id(metadata, what) for what in ("eot", "eom")}
         self.bos = self.special_id(metadata, "bos", 1 if name == "llama" else None)
         self.eos = self.special_id(metadata, "eos", 2 if name == "llama" else None)
+        adds_bos = name == "llama" or metadata.get("ggml.pre", str) in ADDS_BOS
+        self.add_bos = metadata.get("ggml.add_bos_token", bool, adds_bos)
+        self.add_eos = metadata.get("ggml.add_eos_token", bool, False)
+        if (self.add_bos and self.bos is None) or (self.add_eos and self.eos is None):
+            metadata.fail("wants a BOS or EOS token added, but names none")
         self.template = metadata.get("chat_template", str)
         self.kinds = kinds.tolist()
         self.texts = metadata.array("ggml.tokens", str)
@@ -62,10 +67,6 @@ class Tokenizer:
         self.model = MODELS[name](metadata, self.texts, plain, self.kinds)
         self.cache: dict[str, list[int]] = {}
 
-        self.add_bos = metadata.get("ggml.add_bos_token", bool, self.model.adds_bos)
-        self.add_eos = metadata.get("ggml.add_eos_token", bool, False)
-        if (self.add_bos and self.bos is None) or (self.add_eos and self.eos is None):
-            metadata.fail("wants a BOS or EOS token added, but names none")
         # Names of one letter, or with a space at either end, could not be kept out of a message (see `chat`).
         named = (Kind.CONTROL, Kind.USER, Kind.UNKNOWN)
         self.specials = {

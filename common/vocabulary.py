@@ -134,7 +134,7 @@ class BytePairs:
 
     def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
         pre = metadata.get("ggml.pre", str)
-        self.ids, self.whole_words, self.adds_bos = ids, pre in WHOLE_WORDS, pre in ADDS_BOS
+        self.ids, self.whole_words = ids, pre in WHOLE_WORDS
         self.words = regex.compile(WORDS[pre]).findall
         self.ranks = self.checked_ranks(metadata, set(pieces))
         characters = byte_characters()
@@ -173,13 +173,13 @@ class BytePairs:
 class SentencePieces:
     """`llama`: text is characters, a space written as ▁; the pair whose joined piece scores best is joined first."""
 
-    adds_bos = True
-
     @staticmethod
     def check(metadata: Metadata, size: int) -> None:
         """What can be told without a text of the file's `size` tokens."""
         if np.isnan(metadata.view("ggml.scores", float, size)).any():
             metadata.fail("tokenizer.ggml.scores holds a value that is not a number")
+        metadata.get("ggml.add_space_prefix", bool)
+        metadata.get("ggml.unknown_token_id", Integral)
 
     def __init__(self, metadata: Metadata, pieces: list[str], ids: dict[str, int], kinds: list[int]):
         self.ids = ids
