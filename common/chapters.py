@@ -135,7 +135,37 @@ def ladder(path: Path, *records: str) -> str:
     return "\n".join([*rows, "", *(f"{line}." for line in where)])
 
 
-WRITERS = {"code": code, "step": step, "compared": compared, "costs": costs, "ladder": ladder}
+SHAPES = ("pp64", "pp512", "tg128", "tg128@d1024")
+
+
+def recorded(path: Path, folder: str, *stages: str) -> str:
+    """What stages took at llama-bench's shapes on another machine; a cell of another shape names it."""
+    rows = ["| | " + " | ".join(f"{shape} ms" for shape in SHAPES) + " | load s | GPU MB at most |"]
+    rows.append("|---|" + "---:|" * (len(SHAPES) + 2))
+    for stage in stages:
+        record = json.loads((REPORTS / folder / f"{stage}.json").read_text("utf-8"))
+        memory = record.get("profile", {}).get("gpu_mb", {}).get("peak")
+        load = record.get("load_ms") and record["load_ms"] / 1e3
+        name = stage + (f" ({record['note']})" if record.get("note") else "")
+        cells = [name, *(cell(record["rows"], shape) for shape in SHAPES), show.number(load), show.number(memory)]
+        rows.append("| " + " | ".join(cells) + " |")
+    machine, model = record["machine"]["name"], record["model"]
+    return "\n".join([*rows, "", f"{machine} · {model['name']} {model['quant']}; pp is TTFT, tg ms a token."])
+
+
+def cell(rows: list[dict], shape: str) -> str:
+    """The median at a shape, or else at the one nearest to it that was timed: as much prompt or depth, fewer tokens."""
+    kind, depth = shape[:2], shape.partition("@")[2]
+    near = [r for r in rows if r["shape"] == shape] or [
+        r for r in rows if kind == "tg" and "tg" in r["shape"] and r["shape"].partition("@")[2] == depth
+    ]
+    if not near:
+        return "–"
+    ms = (near[-1]["ms_per_token"] or near[-1]["ttft_ms"])["median"]
+    return show.number(ms) + ("" if near[-1]["shape"] == shape else f" ({near[-1]['shape']})")
+
+
+WRITERS = {"code": code, "step": step, "compared": compared, "costs": costs, "ladder": ladder, "recorded": recorded}
 
 
 def diffs() -> dict[Path, str]:

@@ -335,3 +335,12 @@ def test_a_chapter_quotes_the_code_and_the_records(stage):
     assert chapters.filled(text, path) == text
     assert text.count("<!--= ") > 10
     assert kernel_ladder.figures(text, RECORDS) == text
+
+
+def test_a_cell_names_the_shape_where_it_is_another():
+    rows = [{"shape": shape, "ttft_ms": {"median": 9.0}, "ms_per_token": {"median": 2.0} if "tg" in shape else None}
+            for shape in ("pp64", "tg32", "tg8@d1024")]  # fmt: skip
+    assert chapters.cell(rows, "pp64") == "9.00"
+    assert chapters.cell(rows, "tg128") == "2.00 (tg32)"
+    assert chapters.cell(rows, "tg128@d1024") == "2.00 (tg8@d1024)"
+    assert chapters.cell(rows, "pp512") == "–"
