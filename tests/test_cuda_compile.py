@@ -277,7 +277,7 @@ def record(name):
 def test_a_record_measured_this_source_and_found_it_right(stage):
     module, found = importlib.import_module(f"stages.{stage}"), record(stage)
     assert found["compiled"] == hashlib.sha256(f"{module.SOURCE}{module.OPTIONS}".encode()).hexdigest()
-    assert found["agreement"]["nmse"] <= gate.TOLERANCE["float32"]
+    assert found["agreement"]["nmse"] <= gate.tolerance(stage)
     assert found["agreement"]["bit_identical"] and all(found["agreement"]["top1"])
     assert len(found["commit"]["sha"]) == 40
     for row in found["rows"]:
