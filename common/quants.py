@@ -177,12 +177,15 @@ def unpack_q4_k(raw, at, out):
     32 bytes of q hold 64 weights: the low halves the first 32, the high halves the next.
     """
     d, dmin = f16(raw, at), f16(raw, at + 2)
-    for j in range(8):  # 32 weights each
-        s, m = scale_and_min(raw, at + 4, j)
-        scale, least = d * np.float32(s), dmin * np.float32(m)
+    for j in range(4):  # 64 weights each
+        s, m = scale_and_min(raw, at + 4, 2 * j)
+        t, n = scale_and_min(raw, at + 4, 2 * j + 1)
+        low, high = d * np.float32(s), d * np.float32(t)
+        low_least, high_least = dmin * np.float32(m), dmin * np.float32(n)
         for i in (0, 16):
-            q = load(raw, at + 16 + 32 * (j // 2) + i) >> 4 * (j % 2)
-            store(out, 32 * j + i, scale * floats(q & 15) - least)
+            q = load(raw, at + 16 + 32 * j + i)
+            store(out, 64 * j + i, low * floats(q & 15) - low_least)
+            store(out, 64 * j + 32 + i, high * floats(q >> 4) - high_least)
 
 
 @kernel
@@ -192,13 +195,15 @@ def unpack_q5_k(raw, at, out):
     s and q as in Q4_K; bit j of the 32 bytes of h belongs to the j-th 32 weights.
     """
     d, dmin = f16(raw, at), f16(raw, at + 2)
-    for j in range(8):
-        s, m = scale_and_min(raw, at + 4, j)
-        scale, least = d * np.float32(s), dmin * np.float32(m)
+    for j in range(4):  # 64 weights each
+        s, m = scale_and_min(raw, at + 4, 2 * j)
+        t, n = scale_and_min(raw, at + 4, 2 * j + 1)
+        low, high = d * np.float32(s), d * np.float32(t)
+        low_least, high_least = dmin * np.float32(m), dmin * np.float32(n)
         for i in (0, 16):
-            q = load(raw, at + 48 + 32 * (j // 2) + i) >> 4 * (j % 2)
-            h = load(raw, at + 16 + i) >> j
-            store(out, 32 * j + i, scale * floats(q & 15 | (h & 1) << 4) - least)
+            q, h = load(raw, at + 48 + 32 * j + i), load(raw, at + 16 + i) >> 2 * j
+            store(out, 64 * j + i, low * floats(q & 15 | (h & 1) << 4) - low_least)
+            store(out, 64 * j + 32 + i, high * floats(q >> 4 | (h >> 1 & 1) << 4) - high_least)
 
 
 @kernel
