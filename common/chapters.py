@@ -120,19 +120,39 @@ def runs(document: dict) -> int:
 
 
 def ladder(path: Path, *records: str) -> str:
-    """Every stage with its idea, and what it took in each of these comparisons."""
-    documents = [json.loads((REPORTS / record).read_text("utf-8")) for record in records]
-    titles = [f"{d['stages'][0]['model']['name']}, {d['stages'][0]['shape']}" for d in documents]
-    head = ["stage", "the one idea", *(f"{t}: {m}" for t in titles for m in ("TTFT ms", "ms/token"))]
+    """Every stage with its idea, and what it took: in a comparison, or (a folder) as each stage's own record has it."""
+    columns = [folder_columns(record) if (REPORTS / record).is_dir() else columns_of(record) for record in records]
+    head = ["stage", "the one idea", *(title for titles, _, _ in columns for title in titles)]
     rows = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     for stage in catalog.document()["stages"]:
-        cells = [f"[{stage['name']}](stages/{stage['name']}.md)", stage["idea"]]
-        for document in documents:
-            run = next((r for r in document["stages"] if r["stage"] == stage["name"]), {})
-            cells += [show.number(run[m]["median"]) if run.get(m) else "–" for m in ("ttft_ms", "ms_per_token")]
-        rows.append("| " + " | ".join(cells) + " |")
-    where = sorted({show.footer(d["stages"][0]) for d in documents})
-    return "\n".join([*rows, "", *(f"{line}." for line in where)])
+        name = stage["name"]
+        cells = [cell for titles, cells, _ in columns for cell in cells.get(name, ["–"] * len(titles))]
+        rows.append("| " + " | ".join([f"[{name}](stages/{name}.md)", stage["idea"], *cells]) + " |")
+    return "\n".join([*rows, "", "  \n".join(f"{line}." for _, _, line in columns)])
+
+
+def columns_of(record: str) -> tuple[list[str], dict[str, list[str]], str]:
+    """A comparison as columns of the ladder: their titles, each stage's cells, and the machine's line."""
+    document = json.loads((REPORTS / record).read_text("utf-8"))
+    first = document["stages"][0]
+    title = f"{first['model']['name']}, {first['shape']}"
+    cells = {
+        r["stage"]: [show.number(r[m]["median"]) if r[m] else "–" for m in ("ttft_ms", "ms_per_token")]
+        for r in document["stages"]
+    }
+    return [f"{title}: TTFT ms", f"{title}: ms/token"], cells, show.footer(first)
+
+
+def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
+    """As columns_of, from a record a stage; a stage that ran beside the machine, on its host's CPU, has no cell."""
+    shapes, cells, line = ("pp512", "tg128"), {}, ""
+    for path in sorted((REPORTS / folder).glob("*.json")):
+        record = json.loads(path.read_text("utf-8"))
+        if path.stem in LADDER and folder.startswith(f"{record['machine']['slug']}/"):
+            cells[path.stem] = [cell(record["rows"], shape) for shape in shapes]
+            model = f"{record['model']['name']} {record['model']['quant']}"
+            line = f"{record['machine']['name']} · {model} · pp512 is TTFT, tg128 ms a token"
+    return [f"{model}: {shape} ms" for shape in shapes], cells, line
 
 
 SHAPES = ("pp64", "pp512", "tg128", "tg128@d1024")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from common import records
+from common import chapters, records
+from common.stage import FOLDER
 
 
 def run_of(name="A model", stages=("naive",), shape="pp2+tg3"):
@@ -30,3 +31,13 @@ def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path):
         with pytest.raises(records.RecordError, match="no record can be kept .*--save"):
             records.save({}, tmp_path / name)
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_ladder_takes_a_column_from_each_stages_own_record():
+    rows = chapters.ladder(FOLDER, "nvidia-h200/llm").splitlines()
+    record = json.loads((chapters.REPORTS / "nvidia-h200/llm/resident.json").read_text())
+    took = next(r["ttft_ms"]["median"] for r in record["rows"] if r["shape"] == "pp512")
+    cells = {row.split("]")[0].strip("| ["): row.split(" | ")[2:] for row in rows if row.startswith("| [")}
+    assert float(cells["resident"][0]) == pytest.approx(took, abs=0.5)
+    assert cells["quantized"][0] == "–"  # recorded there too, but on the host's CPU
+    assert "NVIDIA H200" in rows[-1]
