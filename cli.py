@@ -369,6 +369,25 @@ def roofline(
     out(as_json, document, roofs.render)
 
 
+@app.command()
+def record(
+    stages: Annotated[list[str], typer.Argument(metavar="STAGE …", help="Stages, or llama.cpp.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", help="Again for each model (default: tinyllama-shape, smollm2)."),
+    ] = None,
+    threads: Threads = 1,
+    budget: Annotated[float, typer.Option("--budget", min=1, help="Seconds of timed work a shape.")] = 60.0,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Measure all that is kept of a stage: shapes, profile, faults, memory, machine code."""
+    from common import stage_record as recording
+
+    models = models or list(recording.MODELS)
+    out(as_json, recording.record(stages, models, threads, budget, save), recording.render)
+
+
 @app.command("import")
 def bring_in(
     file: Annotated[str, typer.Argument(metavar="FILE", help="What `llama-bench -o json` wrote.")],

@@ -22,7 +22,7 @@ import numpy as np
 from common import gate, harness, machine, records, reference, roofline, show
 from common.compare import progress
 from common.job import Job, UsageError
-from common.stage import load_stage, require, short
+from common.stage import PEERS, load_stage, require, short
 
 TEXT = Path(__file__).parent / "data" / "tom-sawyer-chapter-1.txt"
 TOKENS = 2048  # of a text, unless told; intervals narrow with the root of it
@@ -322,8 +322,11 @@ def row(name: str, scored: dict, oracle) -> dict:
 
 
 def pair(a: tuple[str, dict], b: tuple[str, dict]) -> dict:
-    """By how much b's mean KL exceeds a's."""
-    return {"a": a[0], "b": b[0], "kl_mean": paired_difference(b[1]["kl"], a[1]["kl"], np.mean)._asdict()}
+    """By how much b's mean KL exceeds a's, and the upper end of that as a share of a's mean. A peer is always a."""
+    if b[0] in PEERS and a[0] not in PEERS:
+        a, b = b, a
+    over, mean = paired_difference(b[1]["kl"], a[1]["kl"], np.mean), float(np.mean(a[1]["kl"]))
+    return {"a": a[0], "b": b[0], "kl_mean": over._asdict(), "upper_share": over.upper / mean if mean else None}
 
 
 def estimate(names: list[str], job: Job, windows: list[list[int]], budget_s: float, here) -> str:
@@ -418,7 +421,9 @@ def by_path(r: dict) -> str:
 
 
 def against(found: dict) -> str:
-    return f"{short(found['b'])} over {short(found['a'])}: KL mean {signed(found['kl_mean'])}"
+    share = found.get("upper_share")
+    most = "" if share is None else f", at most {100 * share:+.1f} % of {short(found['a'])}'s at {CONFIDENCE:.0%}"
+    return f"{short(found['b'])} over {short(found['a'])}: KL mean {signed(found['kl_mean'])}{most}"
 
 
 def notes(document: dict) -> list:

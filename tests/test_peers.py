@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common import gate, harness, llama_bench, machine, peers, reference
+from common import gate, harness, llama_bench, machine, peers, quality, reference, stage_record
 from common.job import UsageError, prepare
 from common.model import open_model
 from common.stage import StageError, load_stage, require
-from tests.helpers import lesson, one_sentence
+from tests.helpers import ROOT, lesson, one_sentence
 
 # A library of llama.cpp's names over the oracle. SPOIL adds noise to its logits, BUILT is its system info.
 STAND_IN = """
@@ -379,3 +379,56 @@ def shown(pieces) -> str:
     for piece in pieces:
         console.print(piece)
     return console.export_text()
+
+
+# ---- quality and records ---------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_judged_over_the_peer_whichever_is_named_first():
+    draw = np.random.default_rng(0).random(400)
+    stage, peer = ("simd", {"kl": draw}), ("llama.cpp", {"kl": 2 * draw})
+    found = quality.pair(stage, peer)
+    assert found == quality.pair(peer, stage)
+    assert (found["a"], found["b"]) == ("llama.cpp", "simd")
+    assert found["kl_mean"]["value"] == pytest.approx(-draw.mean())
+    assert found["upper_share"] == pytest.approx(found["kl_mean"]["upper"] / (2 * draw.mean()))
+    assert "simd over llama.cpp" in quality.against(found)
+
+
+def test_a_record_of_the_peer_has_the_keys_of_any_other(here, stand_in, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(stand_in))
+    monkeypatch.setattr(stage_record, "SHAPES", ("pp4", "tg2"))
+    found = stage_record.record(["llama.cpp"], [str(tiny)], 1, 60.0, str(tmp_path))
+    (kept,) = tmp_path.rglob("llm/llama.cpp.json")
+    assert found["files"] == [str(kept)]
+    assert json.loads(kept.read_text()) == json.loads(json.dumps(found["records"][0]))
+    assert [(r["shape"], r["prompt"], r["new"]) for r in found["records"][0]["rows"]] == [("pp4", 4, 1), ("tg2", 1, 3)]
+    of_gpu = json.loads((ROOT / "reports/nvidia-h200/llm/cuda.json").read_text())
+    shared = {
+        "schema",
+        "stage",
+        "model",
+        "machine",
+        "threads",
+        "commit",
+        "sources",
+        "rows",
+        "ms",
+        "load_ms",
+        "agreement",
+    }
+    assert shared <= set(of_gpu) & set(found["records"][0])
+    assert set(of_gpu["model"]) <= set(found["records"][0]["model"])
+    assert {"shape", "prompt", "new", "ttft_ms", "ms_per_token"} <= set(found["records"][0]["rows"][0])
+
+
+def test_a_record_takes_the_shapes_that_time_allows(tiny, monkeypatch):
+    job = prepare(str(tiny), shape="pp1")
+    monkeypatch.setattr(stage_record, "expected_s", lambda name, job, here: len(job.ids) + job.n)
+    assert stage_record.fitting("simd", job, None, 1e9) == list(stage_record.SHAPES[:3])  # the context holds 1024
+    assert stage_record.fitting("simd", job, None, 3 * 65) == ["pp64", "tg32"]
+    assert stage_record.fitting("simd", job, None, 3 * 8) == ["pp4+tg2"]
+    assert stage_record.fitting("simd", job, None, 0) == ["pp2+tg1"]
+    at = stage_record.at(job, "tg32")
+    assert (len(at.ids), at.n) == (1, 33)
+    assert stage_record.at(job, "pp64").n == 1
