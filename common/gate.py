@@ -170,18 +170,22 @@ def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * 
 
 def matmul(x, w):  # (T, K), (K, N) or blocks of (N, K) -> (T, N)
     if not isinstance(w, np.ndarray):
-        rows = np.empty((w.N, w.K), np.float32)
-        raw = w.raw if w.raw.ndim == 1 else unpack_rows(w)
-        unpack_blocks(w.kind, raw, w.size, rows.reshape(-1), w.length)
-        w = rows.T
+        w = (unpack_rows(w) if w.raw.ndim == 1 else unpack_strips(w)).T
     return x.astype(np.float64) @ w.astype(np.float64)
 
 
 def unpack_rows(w):
-    """A packed matrix's bytes in the file's order."""
+    """Blocks in the file's order as floats (N, K)."""
+    rows = np.empty((w.N, w.K), np.float32)
+    unpack_blocks(w.kind, w.raw, w.size, rows.reshape(-1), w.length)
+    return rows
+
+
+def unpack_strips(w):
+    """A packed matrix as floats (N, K)."""
     from common.int8 import unpacked
 
-    return unpacked(w.kind, w.raw, w.N, w.K // w.length, w.size)
+    return unpacked(w.kind, w.raw, w.N, w.K, w.length, w.size)
 
 
 def rms_norm(x, weight, eps):

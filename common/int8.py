@@ -3,29 +3,34 @@
 Every block type here is w = d q + m with a small unsigned integer q: a type with signed integers has them raised, and
 m = -d times what was added. So with activations x = s p, p an integer of -127 to 127 and s one scale for 32 of them,
 
-    sum of w x  =  d s (sum of q p)  +  m (s sum of p)
+    sum of w x  =  s (d (sum of q p)  +  m (sum of p))
 
-The first sum is of integers, exact, and many to an instruction; the second is known once per token. d and m are for 16
-weights, since Q6_K has a scale for as few.
+The first sum is of integers, exact, and many to an instruction; the second is known once per token. Where integers were
+raised, the first sum may as well begin at minus what was added times the second, and m is not needed.
 
-The same code reads the blocks of one row as the file has them, or of sixteen rows packed (`pack`), where the values of
-all rows are side by side: see the row_ functions of common/intrinsics.py. Layouts are told in common/quants.py.
+Blocks lie as the file has them (common/quants.py shows the layouts), or packed by `pack`, sixteen rows side by side.
+The row_ functions of common/intrinsics.py read either.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from common import quants
 from common.intrinsics import (
     LANES,
     QUAD,
     ROWS,
-    as_int8,
     both,
+    dot4_tokens,
+    dot8_tokens,
     largest,
     load_lanes,
     multiply_add,
     nearest,
+    no_sums,
+    of_tile,
     row_bits,
     row_bytes,
     row_halves,
@@ -33,152 +38,83 @@ from common.intrinsics import (
     row_words,
     signed_byte,
     store_lanes,
+    store_quads,
     sum_of,
     sums_as_floats,
     total,
 )
 from common.jit import njit
-from common.quants import Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, unpack
+from common.quants import Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, lane, unpack
 
 # See common/quants.py; and as a call, with its arrays' many fields to pass, one would cost as much as its work.
 kernel = partial(njit, _nrt=False, forceinline=True)
 
 STEP = 32  # activations that share a scale
-GROUP = 16  # weights that share d and m
+GROUP = 16  # weights that share d and m in every type; save for Q6_K, so do STEP
+QUADS = GROUP // QUAD
 REGISTER = QUAD * LANES  # 8-bit integers in a register
 SMALLEST = np.float32(1e-30)  # below it the inverse of a step overflows; such activations count as zero
 
 
+class Rounded(NamedTuple):
+    """Activations x = s p in tiles of so many tokens: for each quad of p, each step or each group the tile's tokens.
+
+    Zeros fill the last tile, and each row up to a whole register of p and of sums.
+    """
+
+    p: Any  # (tiles, K / 4, tokens, 4) int8
+    scales: Any  # (tiles, K / 32, tokens) float32: s
+    sums: Any  # (tiles, K / 16, tokens) int32, of p
+    offsets: Any  # (tiles, K / 32, tokens) float32: s times the sum of 32 p
+
+
 @njit
-def to_int8(x, unit=1):  # (T, K) -> (T, K) int8, (T, K / 32) and (T, K / 16) float32
-    """Activations as integers p, their scales s, and s times the sum of each 16 p; with zeros up to whole registers
-    and, where a unit is given, up to the next multiple of it in tokens.
+def to_int8(x, tokens=1):  # (T, K) -> Rounded
+    """Activations as integers, in tiles of `tokens`."""
+    found = unrounded(len(x), x.shape[1], tokens)
+    for t in range(len(x)):
+        round_token(x, t, found)
+    return found
+
+
+@njit
+def unrounded(T, K, tokens):
+    """Room for (T, K) activations in tiles of `tokens`, all zeros."""
+    tiles, width = whole(T, tokens) // tokens, whole(K, REGISTER)
+    groups = whole(K // GROUP, LANES)
+    return Rounded(
+        np.zeros((tiles, width // QUAD, tokens, QUAD), np.int8),
+        np.zeros((tiles, groups // 2, tokens), np.float32),
+        np.zeros((tiles, groups, tokens), np.int32),
+        np.zeros((tiles, groups // 2, tokens), np.float32),
+    )
+
+
+@kernel
+def round_token(x, t, out):
+    """Token t of x (T, K) to its place in out.
 
     p = round(x / s), s = the largest |x| of 32 / 127: so p is never -128. NaN and infinity pass on as a scale.
     """
-    T, K = x.shape
-    rows, width = whole(T, unit), whole(K, REGISTER)
-    integers, scales = np.zeros((rows, width), np.int8), np.zeros((rows, width // STEP), np.float32)
-    sums = np.zeros((rows, whole(K // GROUP, LANES)), np.float32)
-    for t in range(T):
-        for k in range(0, K, STEP):
-            low, high = load_lanes(x, (t, k)), load_lanes(x, (t, k + LANES))
-            most = largest(low, high)
-            scale = most * np.float32(1 / 127)
-            inverse = np.float32(127) / most if most > SMALLEST else np.float32(0)
-            scales[t, k // STEP] = scale
-            low, high = nearest(low * inverse), nearest(high * inverse)
-            store_lanes(integers, (t, k), as_int8(low))
-            store_lanes(integers, (t, k + LANES), as_int8(high))
-            sums[t, k // GROUP] = scale * np.float32(sum_of(low))
-            sums[t, k // GROUP + 1] = scale * np.float32(sum_of(high))
-    return integers, scales, sums
+    tokens = out.scales.shape[2]
+    tile, i = t // tokens, t % tokens
+    for k in range(0, x.shape[1], STEP):
+        low, high = load_lanes(x, (t, k)), load_lanes(x, (t, k + LANES))
+        most = largest(low, high)
+        scale = most * np.float32(1 / 127)
+        inverse = np.float32(127) / most if most > SMALLEST else np.float32(0)
+        out.scales[tile, k // STEP, i] = scale
+        low, high = nearest(low * inverse), nearest(high * inverse)
+        store_quads(out.p, (tile, k // QUAD, i, 0), low)
+        store_quads(out.p, (tile, k // QUAD + QUADS, i, 0), high)
+        out.sums[tile, k // GROUP, i], out.sums[tile, k // GROUP + 1, i] = sum_of(low), sum_of(high)
+        out.offsets[tile, k // STEP, i] = scale * np.float32(sum_of(low) + sum_of(high))
 
 
 @kernel
 def whole(count, unit):
     """count, up to the next multiple of unit."""
     return (count + unit - 1) // unit * unit
-
-
-# One block each: q, weight by weight from k on, and d and m for each 16 of them. See `to_integers`.
-
-
-@kernel
-def integers_q4_0(raw, at, q, d, m, k):
-    scale = row_halves(raw, at)
-    halves = row_bytes(raw, at + 2)
-    row_store(q, k, both(halves & 15, halves >> 4))
-    scale_32(d, m, k, scale, scale * -8)
-
-
-@kernel
-def integers_q4_1(raw, at, q, d, m, k):
-    halves = row_bytes(raw, at + 4)
-    row_store(q, k, both(halves & 15, halves >> 4))
-    scale_32(d, m, k, row_halves(raw, at), row_halves(raw, at + 2))
-
-
-@kernel
-def integers_q5_0(raw, at, q, d, m, k):
-    scale, high = row_halves(raw, at), row_words(raw, at + 2)
-    halves = row_bytes(raw, at + 6)
-    row_store(q, k, both(halves & 15 | row_bits(high, 0) << 4, halves >> 4 | row_bits(high, 16) << 4))
-    scale_32(d, m, k, scale, scale * -16)
-
-
-@kernel
-def integers_q5_1(raw, at, q, d, m, k):
-    high, halves = row_words(raw, at + 4), row_bytes(raw, at + 8)
-    row_store(q, k, both(halves & 15 | row_bits(high, 0) << 4, halves >> 4 | row_bits(high, 16) << 4))
-    scale_32(d, m, k, row_halves(raw, at), row_halves(raw, at + 2))
-
-
-@kernel
-def integers_q8_0(raw, at, q, d, m, k):
-    scale = row_halves(raw, at)
-    # The sign bit turned over adds 128.
-    row_store(q, k, both(row_bytes(raw, at + 2) ^ 128, row_bytes(raw, at + 18) ^ 128))
-    scale_32(d, m, k, scale, scale * -128)
-
-
-@kernel
-def scales_k(raw, at, d, m, k):
-    """The scales and mins of a Q4_K or Q5_K block, as quants.scale_and_min, from three words."""
-    scale, least = row_halves(raw, at), row_halves(raw, at + 2) * -1
-    s, t, u = row_words(raw, at + 4), row_words(raw, at + 8), row_words(raw, at + 12)
-    for j in range(4):
-        scale_32(d, m, k + 32 * j, scale * number(s >> 8 * j & 63), least * number(t >> 8 * j & 63))
-    for j in range(4):
-        a, b = u >> 8 * j & 15 | (s >> 8 * j + 6 & 3) << 4, u >> 8 * j + 4 & 15 | (t >> 8 * j + 6 & 3) << 4
-        scale_32(d, m, k + 128 + 32 * j, scale * number(a), least * number(b))
-
-
-@kernel
-def integers_q4_k(raw, at, q, d, m, k):
-    scales_k(raw, at, d, m, k)
-    for j in range(4):  # 64 weights each
-        halves = row_32(raw, at + 16 + 32 * j)
-        row_store(q, k + 64 * j, both(halves & 15, halves >> 4))
-
-
-@kernel
-def integers_q5_k(raw, at, q, d, m, k):
-    scales_k(raw, at, d, m, k)
-    for j in range(4):  # 64 weights each
-        halves, high = row_32(raw, at + 48 + 32 * j), row_32(raw, at + 16) >> 2 * j
-        row_store(q, k + 64 * j, both(halves & 15 | (high & 1) << 4, halves >> 4 | (high >> 1 & 1) << 4))
-
-
-@kernel
-def integers_q6_k(raw, at, q, d, m, k):
-    scale = row_halves(raw, at + 208)
-    for g in range(16):
-        s = scale * number(signed_byte(row_words(raw, at + 192 + g // 4 * 4), g % 4))
-        row_store(d, k // GROUP + g, s)
-        row_store(m, k // GROUP + g, s * -32)
-    for n in range(2):  # 128 weights each
-        high = row_32(raw, at + 128 + 32 * n)
-        for j in range(2):
-            halves, first = row_32(raw, at + 64 * n + 32 * j), k + 128 * n + 32 * j
-            row_store(q, first, halves & 15 | (high >> 2 * j & 3) << 4)
-            row_store(q, first + 64, halves >> 4 | (high >> 2 * j + 4 & 3) << 4)
-
-
-@kernel
-def row_32(raw, at):
-    """Thirty-two bytes of each row from `at` on."""
-    return both(row_bytes(raw, at), row_bytes(raw, at + 16))
-
-
-number = sums_as_floats
-
-
-@kernel
-def scale_32(d, m, k, scale, least):
-    """One d and m for the 32 weights from k on."""
-    row_store(d, k // GROUP, both(scale, scale))
-    row_store(m, k // GROUP, both(least, least))
 
 
 INTEGER = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K)  # ids of the types that have this form
@@ -190,76 +126,292 @@ def has_integers(kind):
 
 
 @kernel
-def to_integers(kind, raw, at, q, d, m, k):
-    """The block at `at` of raw as weights k on of a row: q uint8, and d and m float32 for each 16 (w = d q + m).
-
-    raw (bytes,) is as the file has it, and q, d, m have one axis; or raw (bytes, 16) is packed, and so are they.
-    """
+def by_type(body, kind, *args):
+    """body(kind, …), a copy of it for each type: kind is a constant there, and its branches cost nothing."""
     if kind == Q4_0:
-        integers_q4_0(raw, at, q, d, m, k)
+        body(Q4_0, *args)
     elif kind == Q4_1:
-        integers_q4_1(raw, at, q, d, m, k)
+        body(Q4_1, *args)
     elif kind == Q5_0:
-        integers_q5_0(raw, at, q, d, m, k)
+        body(Q5_0, *args)
     elif kind == Q5_1:
-        integers_q5_1(raw, at, q, d, m, k)
+        body(Q5_1, *args)
     elif kind == Q8_0:
-        integers_q8_0(raw, at, q, d, m, k)
+        body(Q8_0, *args)
     elif kind == Q4_K:
-        integers_q4_k(raw, at, q, d, m, k)
+        body(Q4_K, *args)
     elif kind == Q5_K:
-        integers_q5_k(raw, at, q, d, m, k)
+        body(Q5_K, *args)
     elif kind == Q6_K:
-        integers_q6_k(raw, at, q, d, m, k)
+        body(Q6_K, *args)
+
+
+@kernel
+def integers(kind, raw, at, g):
+    """q of the g-th sixteen weights of the block at `at` of raw (bytes,)."""
+    if kind == Q4_0:
+        return row_bytes(raw, at + 2, 16) >> 4 * g & 15
+    if kind == Q4_1:
+        return row_bytes(raw, at + 4, 16) >> 4 * g & 15
+    if kind == Q5_0:
+        return row_bytes(raw, at + 6, 16) >> 4 * g & 15 | row_bits(row_words(raw, at + 2), 16 * g) << 4
+    if kind == Q5_1:
+        return row_bytes(raw, at + 8, 16) >> 4 * g & 15 | row_bits(row_words(raw, at + 4), 16 * g) << 4
+    if kind == Q8_0:
+        return row_bytes(raw, at + 2 + 16 * g, 16) ^ 128  # the sign bit turned over adds 128
+    step, side = g // 2, 16 * (g % 2)
+    if kind == Q6_K:  # of 128 weights, 64 bytes hold two times 32 low halves and two times 32 high, 32 all upper bits
+        low = row_bytes(raw, at + 64 * (step // 4) + 32 * (step % 2) + side, 16) >> 4 * (step // 2 % 2) & 15
+        return low | (row_bytes(raw, at + 128 + 32 * (step // 4) + side, 16) >> 2 * (step % 4) & 3) << 4
+    if kind == Q5_K:
+        low = row_bytes(raw, at + 48 + 32 * (step // 2) + side, 16) >> 4 * (step % 2) & 15
+        return low | (row_bytes(raw, at + 16 + side, 16) >> step & 1) << 4
+    return row_bytes(raw, at + 16 + 32 * (step // 2) + side, 16) >> 4 * (step % 2) & 15
+
+
+@kernel
+def scales_of(kind, raw, at, g):
+    """d and m of the g-th sixteen weights of the block at `at`."""
+    if kind in (Q4_1, Q5_1):
+        return row_halves(raw, at), row_halves(raw, at + 2)
+    if kind in (Q4_K, Q5_K):
+        return scale_and_min(raw, at, g // 2)
+    if kind == Q6_K:
+        d = row_halves(raw, at + 208) * number(signed_byte(row_words(raw, at + 192 + g // 4 * 4), g % 4))
+    else:
+        d = row_halves(raw, at)
+    return d, d * -raised(kind)
+
+
+@kernel
+def scale_and_min(raw, at, j):
+    """The j-th scale and min of a Q4_K or Q5_K block, as quants.scale_and_min, from three words."""
+    s, t = row_words(raw, at + 4), row_words(raw, at + 8)
+    if j < 4:
+        a, b = s >> 8 * j & 63, t >> 8 * j & 63
+    else:
+        u = row_words(raw, at + 12) >> 8 * (j - 4)
+        a, b = u & 15 | (s >> 8 * j - 26 & 3) << 4, u >> 4 & 15 | (t >> 8 * j - 26 & 3) << 4
+    return row_halves(raw, at) * number(a), row_halves(raw, at + 2) * number(b) * -1
+
+
+number = sums_as_floats
+
+
+@kernel
+def row_apart(kind, raw, at, K, length, size, q, d, m):
+    """A row of blocks from `at` of raw on: q (K,), and d and m (K / 16,) for each sixteen."""
+    here = 0
+    for b in range(K // length):
+        for g in range(length // GROUP):
+            row_store(q, here * GROUP, integers(kind, raw, at + b * size, g))
+            scale, least = scales_of(kind, raw, at + b * size, g)
+            row_store(d, here, scale)
+            row_store(m, here, least)
+            here += 1
+
+
+@kernel
+def raised(kind):
+    """What was added to a type's signed integers; 0 for a type that has an m of its own."""
+    if kind == Q4_0:
+        return 8
+    if kind == Q5_0:
+        return 16
+    if kind == Q8_0:
+        return 128
+    return 32 if kind == Q6_K else 0
+
+
+@kernel
+def span(kind):
+    """Weights that share d and m."""
+    return GROUP if kind == Q6_K else STEP
+
+
+# Packed: sixteen rows side by side, word by word, and of each block its scales first, then its weights in order.
+# Sixteen weights are the upper bits of them all, then the low halves: byte i of eight holds weights i and i + 8. So
+# memory is read from front to back, and each shift is the same for all. No byte is added.
+
+
+@kernel
+def head(kind):
+    """Bytes of scales at the front of a packed block."""
+    if kind == Q6_K:
+        return 18
+    if kind in (Q4_K, Q5_K):
+        return 16
+    return 2 if raised(kind) > 0 else 4
+
+
+@kernel
+def strip_integers(kind, raw, at, g):
+    """q of the g-th sixteen weights of sixteen rows, from the packed block at `at` of raw (bytes, 16)."""
+    at += head(kind)
+    if kind == Q8_0:
+        return row_bytes(raw, at + 16 * g, 16)
+    if kind == Q6_K:
+        low, high = row_bytes(raw, at + 12 * g + 4, 8), row_bytes(raw, at + 12 * g, 4)
+        upper = both(both(high & 3, high >> 2 & 3), both(high >> 4 & 3, high >> 6))
+    elif kind in (Q5_0, Q5_1, Q5_K):
+        at, side = at + 20 * (g // 2), g % 2
+        low, high = row_bytes(raw, at + 4 + 8 * side, 8), row_bytes(raw, at, 4) >> 4 * side
+        upper = both(both(high & 1, high >> 1 & 1), both(high >> 2 & 1, high >> 3 & 1))
+    else:
+        low = row_bytes(raw, at + 8 * g, 8)
+        return both(low & 15, low >> 4)
+    return both(low & 15, low >> 4) | upper << 4
+
+
+@kernel
+def strip_scales(kind, raw, at, g):
+    """d and m of the g-th sixteen weights of sixteen rows, from the packed block at `at`."""
+    if kind in (Q4_K, Q5_K):
+        j = g // 2  # four bits a byte of both, and four more of both in the last word
+        low, high = row_words(raw, at + 4 + j // 4 * 4) >> 8 * (j % 4), row_words(raw, at + 12) >> 4 * j
+        d = row_halves(raw, at) * number(low & 15 | (high & 3) << 4)
+        return d, row_halves(raw, at + 2) * number(low >> 4 & 15 | (high >> 2 & 3) << 4) * -1
+    if kind == Q6_K:
+        d = row_halves(raw, at + 16) * number(signed_byte(row_words(raw, at + g // 4 * 4), g % 4))
+    else:
+        d = row_halves(raw, at)
+    return d, row_halves(raw, at + 2) if raised(kind) == 0 else d * -raised(kind)
+
+
+@kernel
+def begin(kind, lanes, x, tile, g):
+    """Where the dots of the sixteen weights g, or of all that share their scales, begin: see the top."""
+    if raised(kind) == 0:
+        return no_sums(lanes)
+    sums = of_tile(lanes, x.sums, (tile, g))
+    if span(kind) > GROUP:
+        sums = sums + of_tile(lanes, x.sums, (tile, g + 1))
+    return sums * np.int32(-raised(kind))
+
+
+@kernel
+def add_dots(kind, dots, q, p, index):
+    """dots and the products of sixteen weights of each row with the quads of p from p[*index] on."""
+    return dot8_tokens(dots, q, p, index) if kind == Q8_0 else dot4_tokens(dots, q, p, index)
+
+
+@kernel
+def store_rows(out, t, n, lanes):
+    """Sixteen rows' sums of token t; not those beyond the last row."""
+    if n + ROWS <= out.shape[1]:
+        store_lanes(out, (t, n), lanes)
+    else:
+        for row in range(out.shape[1] - n):
+            out[t, n + row] = lane(lanes, row)
 
 
 @njit
-def pack(kind, raw, N, blocks, size):  # (bytes,) -> (bytes / 16, 16)
-    """Blocks of N rows in the file's order as strips of sixteen rows, the last filled up with zeros.
+def packed_bytes(N, K, length, size):
+    """Bytes of a matrix of such blocks when packed."""
+    return whole(N, ROWS) * (K // length) * size
 
-    Each 32-bit word of a block (each float16, where its field is one) stands beside the same word of the other rows.
-    """
-    strips = (N + ROWS - 1) // ROWS
-    packed = np.zeros((strips * blocks * size, ROWS), np.uint8)
-    source, target = raw.view(np.uint16), packed.reshape(-1).view(np.uint16)
-    place, step = places(kind, size)
+
+@njit
+def pack(kind, raw, N, blocks, size, out):  # (bytes,) -> out (bytes / 16, 16)
+    """Blocks of N rows in the file's order as strips of sixteen rows; out, zeros, also has room for rows that lack."""
+    q, scratch = np.empty(STEP, np.uint8), np.empty(12, np.uint8)
     for n in range(N):
         for b in range(blocks):
-            block = (n * blocks + b) * len(place)
-            strip = (n // ROWS * blocks + b) * len(place) * ROWS
-            for i in range(len(place)):
-                target[strip + place[i] + n % ROWS * step[i]] = source[block + i]
-    return packed
+            by_type(
+                pack_block,
+                kind,
+                raw,
+                (n * blocks + b) * size,
+                out,
+                (n // ROWS * blocks + b) * size,
+                n % ROWS,
+                size,
+                q,
+                scratch,
+            )
+
+
+@kernel
+def pack_block(kind, raw, at, out, to, row, size, q, scratch):
+    if kind == Q6_K:
+        for i in range(0, 16, QUAD):
+            put(out, to + i, row, raw[at + 192 + i : at + 192 + i + QUAD])
+        put(out, to + 16, row, raw[at + 208 : at + 210])
+    else:
+        put(out, to, row, raw[at : at + 2])
+        if raised(kind) == 0:
+            put(out, to + 2, row, raw[at + 2 : at + 4])
+    if kind in (Q4_K, Q5_K):
+        scratch[8:] = 0
+        for j in range(8):
+            pair = quants.scale_and_min(raw, at + 4, j)
+            scale, least = np.int64(pair[0]), np.int64(pair[1])
+            scratch[j] = scale & 15 | (least & 15) << 4
+            scratch[8 + j // 2] |= (scale >> 4 | least >> 4 << 2) << 4 * (j % 2)
+        for i in range(0, 12, QUAD):
+            put(out, to + 4 + i, row, scratch[i : i + QUAD])
+    end, to, g = to + size, to + head(kind), 0
+    while to < end:
+        row_store(q, 0, integers(kind, raw, at, g))
+        row_store(q, GROUP, integers(kind, raw, at, g + 1))
+        if kind == Q8_0:
+            for i in range(0, STEP, QUAD):
+                put(out, to + i, row, q[i : i + QUAD])
+            to += STEP
+        elif kind in (Q5_0, Q5_1, Q5_K):
+            for i in range(QUAD):
+                scratch[i] = 0
+                for k in range(STEP // QUAD):
+                    scratch[i] |= q[QUAD * k + i] >> 4 << k
+            put(out, to, row, scratch[:QUAD])
+            to += QUAD
+        for first in range(0, STEP if kind != Q8_0 else 0, GROUP):
+            if kind == Q6_K:
+                for i in range(QUAD):
+                    scratch[i] = 0
+                    for k in range(GROUP // QUAD):
+                        scratch[i] |= q[first + QUAD * k + i] >> 4 << 2 * k
+                put(out, to, row, scratch[:QUAD])
+                to += QUAD
+            for i in range(8):
+                scratch[i] = q[first + i] & 15 | (q[first + 8 + i] & 15) << 4
+            put(out, to, row, scratch[:QUAD])
+            put(out, to + QUAD, row, scratch[QUAD:8])
+            to += 8
+        g += 2
+
+
+@kernel
+def put(out, to, row, field):
+    """A row's field, a word or a float16, beside the same of the other rows."""
+    flat = out.reshape(-1)
+    for i in range(len(field)):
+        flat[to * ROWS + row * len(field) + i] = field[i]
 
 
 @njit
-def unpacked(kind, packed, N, blocks, size):  # (bytes / 16, 16) -> (bytes,)
-    """What `pack` was given."""
-    raw = np.empty(N * blocks * size, np.uint8)
-    source, target = packed.reshape(-1).view(np.uint16), raw.view(np.uint16)
-    place, step = places(kind, size)
-    for n in range(N):
-        for b in range(blocks):
-            block = (n * blocks + b) * len(place)
-            strip = (n // ROWS * blocks + b) * len(place) * ROWS
-            for i in range(len(place)):
-                target[block + i] = source[strip + place[i] + n % ROWS * step[i]]
-    return raw
+def unpacked(kind, packed, N, K, length, size):  # (bytes / 16, 16) -> (N, K)
+    """The weights of what `pack` made, as floats."""
+    weights = np.empty((N + ROWS, K), np.float32)
+    q, d, m = np.empty((GROUP, ROWS), np.uint8), np.empty((1, ROWS), np.float32), np.empty((1, ROWS), np.float32)
+    for n in range(0, N, ROWS):
+        for k in range(0, K, GROUP):
+            by_type(
+                take_apart, kind, packed, (n // ROWS * (K // length) + k // length) * size, k % length // GROUP, q, d, m
+            )
+            for row in range(ROWS):
+                for i in range(GROUP):
+                    integer = q.reshape(GROUP // QUAD, ROWS, QUAD)[i // QUAD, row, i % QUAD]
+                    weights[n + row, k + i] = d[0, row] * integer + m[0, row]
+    return weights[:N]
 
 
-@njit
-def places(kind, size):
-    """Where each 16 bits of a block go in a packed one, and how much further they go for the next row, in 16 bits."""
-    halves = size // 2
-    alone = 1 if kind in (Q4_0, Q5_0, Q8_0) else 0 if kind == Q6_K else 2  # float16s ahead
-    place, step = np.empty(halves, np.int64), np.empty(halves, np.int64)
-    for i in range(halves):
-        if i < alone or (kind == Q6_K and i == halves - 1):
-            place[i], step[i] = ROWS * i, 1
-        else:
-            second = (i - alone) % 2
-            place[i], step[i] = ROWS * (i - second) + second, 2
-    return place, step
+@kernel
+def take_apart(kind, packed, at, g, q, d, m):
+    row_store(q, 0, strip_integers(kind, packed, at, g))
+    scale, least = strip_scales(kind, packed, at, g)
+    row_store(d, 0, scale)
+    row_store(m, 0, least)
 
 
 @njit

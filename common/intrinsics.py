@@ -59,17 +59,19 @@ def lane_operator(symbol, instruction):
             return lanes and lanes(*args)
 
     def code(context, builder, signature, args):
-        pair = zip(args, signature.args, strict=True)
-        return getattr(builder, instruction)(*(spread(context, builder, *one, signature.return_type) for one in pair))
+        lanes = signature.return_type
+        pair = (spread(context, builder, *one, lanes) for one in zip(args, signature.args, strict=True))
+        floats = symbol in (operator.mul, operator.add, operator.sub) and isinstance(lanes.element, types.Float)
+        return getattr(builder, "f" * floats + instruction)(*pair)
 
     for kinds in (Lanes, Lanes), (Lanes, types.Number), (types.Number, Lanes):
         lower_builtin(symbol, *kinds)(code)
 
 
 for symbol, instruction in [
-    (operator.mul, "fmul"),
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
+    (operator.mul, "mul"),
+    (operator.add, "add"),
+    (operator.sub, "sub"),
     (operator.and_, "and_"),
     (operator.or_, "or_"),
     (operator.xor, "xor"),
@@ -166,7 +168,7 @@ def total(typing, values):
 
 QUAD = 4
 ROWS = LANES  # rows interleaved in a packed matrix: one vector serves them all
-INT8, INT16, INT32, FLOAT, HALF = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.HalfType()
+INT8, INT16, INT32, INT64, FLOAT, HALF = *map(ir.IntType, (8, 16, 32, 64)), ir.FloatType(), ir.HalfType()
 
 
 def cpu_features() -> set[str]:
@@ -241,12 +243,15 @@ def dot_intrinsics(code_of, doc):
     def dot_tokens(typing, total, q, x, index):
         def code(context, builder, signature, args):
             total, q, x, index = args
-            parts = []
-            for i in range(total.type.count // ROWS):
-                four = builder.load(token_address(context, builder, signature.args[2], x, index, i, INT32), align=1)
-                quads = builder.bitcast(splat(builder, four, ROWS), q.type)
-                parts.append(code_of(builder, take(builder, total, range(ROWS * i, ROWS * (i + 1))), q, quads))
-            return join(builder, parts)
+            tokens = total.type.count // ROWS
+            quads = tile_pointer(context, builder, signature.args[2], x, index, INT32)
+            sums = [take(builder, total, range(ROWS * i, ROWS * (i + 1))) for i in range(tokens)]
+            for k in range(q.type.count // (QUAD * ROWS)):
+                weights = take(builder, q, range(QUAD * ROWS * k, QUAD * ROWS * (k + 1)))
+                for i in range(tokens):
+                    quad = splat(builder, builder.load(builder.gep(quads, [INT32(tokens * k + i)]), align=1), ROWS)
+                    sums[i] = code_of(builder, sums[i], weights, builder.bitcast(quad, weights.type))
+            return join(builder, sums)
 
         return total(total, q, x, index), code
 
@@ -266,27 +271,26 @@ def splat(builder, number, count):
     return take(builder, one, [0] * count)
 
 
-def token_address(context, builder, array_type, array, index, i, element):
-    """A pointer to array[t + i, k], index (t, k)."""
-    t, k = cgutils.unpack_tuple(builder, index)
-    struct = make_array(array_type)(context, builder, array)
-    item = cgutils.get_item_pointer(context, builder, array_type, struct, [builder.add(t, t.type(i)), k])
-    return builder.bitcast(item, element.as_pointer())
+def tile_pointer(context, builder, array_type, array, index, element):
+    """A pointer to the first token of a tile at array[*index], whose last axes hold one token after the other."""
+    zeros = [INT64(0)] * (array_type.ndim - index.type.count)
+    index = cgutils.pack_array(builder, cgutils.unpack_tuple(builder, index) + zeros)
+    return builder.bitcast(address(context, builder, array_type, array, index, BYTES), element.as_pointer())
 
 
 @intrinsic
-def of_tokens(typing, like, array, index):
-    """array[t + i, k] in the i-th sixteen lanes, for as many tokens as `like` has lanes for; index is (t, k)."""
+def of_tile(typing, like, array, index):
+    """array[*index, i] in the i-th sixteen lanes, for as many tokens as `like` has lanes for."""
+    lanes = Lanes(array.dtype, like.count)
 
     def code(context, builder, signature, args):
         like, array, index = args
-        pointers = [
-            token_address(context, builder, signature.args[1], array, index, i, FLOAT)
-            for i in range(like.type.count // ROWS)
-        ]
-        return join(builder, [splat(builder, builder.load(pointer), ROWS) for pointer in pointers])
+        element = context.get_value_type(lanes.element)
+        first = tile_pointer(context, builder, signature.args[1], array, index, element)
+        values = [builder.load(builder.gep(first, [INT32(i)])) for i in range(like.type.count // ROWS)]
+        return join(builder, [splat(builder, value, ROWS) for value in values])
 
-    return like(like, array, index), code
+    return lanes(like, array, index), code
 
 
 @intrinsic
@@ -360,20 +364,20 @@ def rows_of(array):
 
 def row_pointer(context, builder, array_type, array, at, element, count):
     """A pointer to `count` elements at byte, or number, `at` of the rows."""
-    index = at if array_type.ndim == 1 else cgutils.pack_array(builder, [at, at.type(0)])
-    item = address(context, builder, array_type, array, index, BYTES)
+    at = builder.mul(at, at.type(rows_of(array_type)))
+    item = builder.gep(make_array(array_type)(context, builder, array).data, [at])
     return builder.bitcast(item, ir.VectorType(element, count).as_pointer())
 
 
-@intrinsic
-def row_bytes(typing, raw, at):
-    """Sixteen bytes of each row from `at` on; of sixteen rows, four bytes of each in turn."""
-    lanes = Lanes(types.uint8, LANES * rows_of(raw))
+@intrinsic(prefer_literal=True)
+def row_bytes(typing, raw, at, count):
+    """`count` bytes, a constant, of each row from `at` on; of sixteen rows, four bytes of each in turn."""
+    lanes = Lanes(types.uint8, count.literal_value * rows_of(raw))
 
     def code(context, builder, signature, args):
-        return builder.load(row_pointer(context, builder, signature.args[0], *args, INT8, lanes.count), align=1)
+        return builder.load(row_pointer(context, builder, signature.args[0], *args[:2], INT8, lanes.count), align=1)
 
-    return lanes(raw, at), code
+    return lanes(raw, at, count), code
 
 
 @intrinsic
@@ -485,13 +489,21 @@ def nearest(typing, values):
 
 
 @intrinsic
-def as_int8(typing, values):
-    """Integers of -128 to 127 in a byte each."""
+def store_quads(typing, array, index, values):
+    """Sixteen integers of -128 to 127 as bytes: four to array[*index], the next four where the second axis goes on."""
 
     def code(context, builder, signature, args):
-        return builder.trunc(args[0], context.get_value_type(signature.return_type))
+        array, index, values = args
+        first = tile_pointer(context, builder, signature.args[0], array, index, INT32)
+        quads = builder.bitcast(builder.trunc(values, ir.VectorType(INT8, LANES)), ir.VectorType(INT32, LANES // QUAD))
+        shape = make_array(signature.args[0])(context, builder, array).shape
+        tokens = builder.extract_value(shape, 2)
+        for i in range(LANES // QUAD):
+            pointer = builder.gep(first, [builder.mul(tokens, tokens.type(i))])
+            builder.store(builder.extract_element(quads, INT32(i)), pointer, align=1)
+        return context.get_dummy_value()
 
-    return Lanes(types.int8, values.count)(values), code
+    return types.void(array, index, values), code
 
 
 @intrinsic
@@ -515,14 +527,21 @@ def zero_lanes(typing, tokens):
 
 
 @intrinsic
-def load_quads(typing, q, k):
-    """The quad of weights k to k + 3 of sixteen rows: one register. q is (K, 16)."""
-    lanes = Lanes(types.uint8, QUAD * ROWS)
+def load_rows(typing, q, k):
+    """The weights k to k + 15 of sixteen rows: four registers. q is (K, 16)."""
+    lanes = Lanes(types.uint8, LANES * ROWS)
 
     def code(context, builder, signature, args):
         return builder.load(row_pointer(context, builder, signature.args[0], *args, INT8, lanes.count), align=1)
 
     return lanes(q, k), code
+
+
+def row_address(context, builder, array_type, array, index, i, element):
+    """A pointer to array[t + i, k], index (t, k)."""
+    t, k = cgutils.unpack_tuple(builder, index)
+    index = cgutils.pack_array(builder, [builder.add(t, t.type(i)), k])
+    return builder.bitcast(address(context, builder, array_type, array, index, BYTES), element.as_pointer())
 
 
 @intrinsic
@@ -532,11 +551,9 @@ def load_tokens(typing, like, array, index):
     def code(context, builder, signature, args):
         like, array, index = args
         kind = ir.VectorType(FLOAT, ROWS)
-        parts = []
-        for i in range(like.type.count // ROWS):
-            pointer = token_address(context, builder, signature.args[1], array, index, i, kind)
-            parts.append(builder.load(pointer, align=4))
-        return join(builder, parts)
+        rows = range(like.type.count // ROWS)
+        pointers = [row_address(context, builder, signature.args[1], array, index, i, kind) for i in rows]
+        return join(builder, [builder.load(pointer, align=4) for pointer in pointers])
 
     return like(like, array, index), code
 
@@ -549,8 +566,21 @@ def store_tokens(typing, array, index, values):
         array, index, values = args
         kind = ir.VectorType(FLOAT, ROWS)
         for i in range(values.type.count // ROWS):
-            pointer = token_address(context, builder, signature.args[0], array, index, i, kind)
+            pointer = row_address(context, builder, signature.args[0], array, index, i, kind)
             builder.store(take(builder, values, range(ROWS * i, ROWS * (i + 1))), pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(array, index, values), code
+
+
+@intrinsic
+def of_tokens(typing, like, array, index):
+    """array[t + i, k] in the i-th sixteen lanes, for as many tokens as `like` has lanes for; index is (t, k)."""
+
+    def code(context, builder, signature, args):
+        like, array, index = args
+        rows = range(like.type.count // ROWS)
+        pointers = [row_address(context, builder, signature.args[1], array, index, i, FLOAT) for i in rows]
+        return join(builder, [splat(builder, builder.load(pointer), ROWS) for pointer in pointers])
+
+    return like(like, array, index), code

@@ -73,7 +73,52 @@ def quantized() -> str:
     return drawing(shapes, caption, "dark: in use · light: used and forgotten · pale: not read yet")
 
 
-PICTURES = {"naive": naive, "tiling": tiling, "simd": simd, "kv_cache": kv_cache, "quantized": quantized}
+def integer() -> str:
+    """One row of blocks taken apart into integers and scales, and the tokens it meets."""
+    shapes = [rect(8 * b, 0, 8, 1, "used") for b in range(4)]
+    shapes += [rect(x, 4, 1, 1, "used") for x in range(N)] + [rect(8 * b, 5, 1, 1, "line") for b in range(4)]
+    shapes += [rect(x, 9 + t, 1, 1, "line" if t else "used") for t in range(3) for x in range(N)]
+    shapes.append(f'<text y="{2.8 * CELL:g}">one row of w, four blocks; its integers q; its scales d</text>')
+    shapes.append(f'<text y="{8 * CELL:g}">three tokens, as integers p</text>')
+    return drawing(shapes, "a row is taken apart once, for every token", "dark: in use · light: to follow")
+
+
+def packed() -> str:
+    """Sixteen rows in the file's order, and one strip of them word by word."""
+    shapes = [rect(8 * b, n, 8, 1, "used" if b == 0 else "cell") for n in range(4) for b in range(4)]
+    shapes += [rect(x, 8, 1, 1, "used" if x < 4 else "line" if x < 8 else "cell") for x in range(N)]
+    shapes.append(f'<path class="path" d="M {CELL / 2} {8.5 * CELL:g} L {(N - 0.5) * CELL:g} {8.5 * CELL:g}"/>')
+    shapes.append(
+        f'<text y="{7 * CELL:g}">the strip: a word of each row side by side, then the next word of each</text>'
+    )
+    caption = "rows of w, four blocks each (four of sixteen rows are shown), and the strip that load makes of them"
+    return drawing(shapes, caption, "dark: in use · light: already being fetched · pale: not read yet")
+
+
+def blocked() -> str:
+    """A panel of weights, tiles of tokens, and the sums where they meet."""
+    shapes = [rect(x, n, 1, 1, "used" if 8 <= x < 16 else "cell") for n in range(4) for x in range(N)]
+    shapes += [rect(x, 7 + t, 1, 1, kind(x, t)) for t in range(8) for x in range(N)]
+    shapes += [rect(8, 0, 8, 4, "tile"), rect(8, 7, 8, 4, "tile")]
+    shapes.append(f'<text y="{6 * CELL:g}">tokens, a tile of them at a time</text>')
+    caption = "a strip of w above, one panel of it taken apart: all tiles of tokens meet it before the next"
+    return drawing(shapes, caption, "dark: in use · light: next · pale: later, with the next panel")
+
+
+def kind(x: int, t: int) -> str:
+    return "cell" if not 8 <= x < 16 else "used" if t < 4 else "line"
+
+
+PICTURES = {
+    "naive": naive,
+    "tiling": tiling,
+    "simd": simd,
+    "kv_cache": kv_cache,
+    "quantized": quantized,
+    "integer": integer,
+    "packed": packed,
+    "blocked": blocked,
+}
 
 
 def picture(walk: list[tuple[int, int]], caption: str, tile: tuple[int, int, int, int] | None = None) -> str:

@@ -364,12 +364,61 @@ def block_matmul(machine: Machine, T: int, K: int, N: int, kind: str = "F32", he
     )
 
 
+def int8_ns(machine: Machine, dots: float, others: float) -> float:
+    """ns of so many registers of 8-bit products, 64 to a register, and of other instructions on sixteen lanes."""
+    each = 2 * 16 / machine.fma_gflops
+    return dots * (128 / machine.int8_gops if machine.int8_gops else 4 * each) + others * each
+
+
+def row_matmul(machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> Cost:
+    """Blocks of a row taken apart once; for each token and register a product, and six instructions for its scales."""
+    if kind not in INTEGER_TYPES:
+        return block_matmul(machine, T, K, N, kind, held)
+    weights, form = K * N / 1e6, TYPES[kind]
+    return Cost(
+        memory=weights * form.bytes / form.block / machine.read(held),
+        unpacking=weights * machine.unpack_ns.get(kind, 0.0),
+        arithmetic=weights * T * (int8_ns(machine, 1, 6) / 64 + machine.row_end_ns / K),
+    )
+
+
+# Instructions for 32 weights of sixteen rows, eight registers: to take them apart with their scales, and to add them.
+APART, ADD = 24, 3
+
+
+def strip_matmul(machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> Cost:
+    """Strips are taken apart for each token; fetching goes on meanwhile, so memory costs what that does not hide."""
+    if kind not in INTEGER_TYPES:
+        return block_matmul(machine, T, K, N, kind, held)
+    spans, form = K * N / 512 / 1e6, TYPES[kind]
+    memory = 512 * spans * form.bytes / form.block / machine.read(held)
+    apart, products = spans * T * int8_ns(machine, 0, APART), spans * T * int8_ns(machine, 8, ADD)
+    return Cost(memory=max(0.0, memory - apart - products), unpacking=apart, arithmetic=products)
+
+
+def tile_matmul(machine: Machine, T: int, K: int, N: int, kind: str = "F32", held: float = GB) -> Cost:
+    """Strips are taken apart once for all tokens, which come eight at a time; one alone as in packed."""
+    if T == 1 or kind not in INTEGER_TYPES:
+        return strip_matmul(machine, T, K, N, kind, held)
+    spans, form = K * N / 512 / 1e6, TYPES[kind]
+    memory = 512 * spans * form.bytes / form.block / machine.read(held)
+    apart = spans * int8_ns(machine, 0, APART)
+    products = spans * math.ceil(T / 8) * 8 * int8_ns(machine, 8, ADD)
+    return Cost(memory=max(0.0, memory - apart - products), unpacking=apart, arithmetic=products)
+
+
+INTEGER_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as common/int8.py
+
+
 # stage -> Cost of one matmul (machine, T, K, N, type, bytes of all weights a pass reads). A later stage adds its own.
 COSTS: dict[str, Callable[..., Cost]] = {
     **{name: column_matmul(lines) for name, lines in WALKS.items()},
     "simd": lane_matmul,
     "kv_cache": lane_matmul,
     "quantized": block_matmul,
+    "integer": row_matmul,
+    "packed": strip_matmul,
+    "blocked": tile_matmul,
 }
 
 
@@ -408,10 +457,12 @@ def op_times(stage: str, config, T: int, S: int, machine: Machine, types: dict |
     streamed = {op: parts[op].bytes / machine.read(parts[op].bytes) for op in ("mul", "add")}
     chained = 2 * machine.fp_add_ns * T * config.D * (2 * L + 1)  # a float64 sum, then a product of three
     looks = (T * S - T * (T - 1) // 2) * H * L
+    # dot is one chain of additions; from blocked on, eight tokens and sixteen positions are added up at once
+    look_ns = 2 * hd * 2 / machine.fma_gflops if stage == "blocked" else hd * machine.fp_add_ns
     angles = 2 * T * hd // 2 * L  # of q and of k, each a cosine and a sine
     ns = {
         "matmul": sum(cost_of(stage, config, T, machine, types)) * 1e6,
-        "attention": looks * (hd * machine.fp_add_ns + machine.exp_ns),  # dot is one chain of additions
+        "attention": looks * (look_ns + machine.exp_ns),
         "rms_norm": chained,
         "rope": angles * 2 * machine.exp_ns + parts["rope"].flops / machine.scalar_gflops,
         "silu": T * F * L * machine.exp_ns,
@@ -667,12 +718,34 @@ def why_tiling(config, T: int, machine: Machine, types: dict | None) -> str:
 BIG = "`lesson compare naive tiling --model tinyllama-shape --layers 2` shows larger ones, where it is worth more"
 
 
+def why_int8(before: str, now: str) -> Callable:
+    """The sentence on a step between stages that take blocks apart: a prompt, and a token after it."""
+
+    def why(config, T: int, machine: Machine, types: dict | None) -> str:
+        prompt, token = (
+            pass_ms(before, config, new, T + (new == 1), machine, types)
+            / pass_ms(now, config, new, T + (new == 1), machine, types)
+            for new in (T, 1)
+        )
+        return (
+            f"{now.capitalize()} should be worth about {prompt:.2g}x for the prompt and {token:.2g}x for a token after "
+            f"it: in {before} {limit(before, config, T, machine, types)}; in {now} "
+            f"{limit(now, config, T, machine, types)}; `lesson compare {before} {now} --shape pp64+tg8` shows a longer "
+            "prompt."
+        )
+
+    return why
+
+
 # (stage before, stage) -> the sentence on that step.
 STEPS = {
     ("naive", "tiling"): why_tiling,
     ("tiling", "simd"): why_simd,
     ("simd", "kv_cache"): why_kv_cache,
     ("kv_cache", "quantized"): why_quantized,
+    ("quantized", "integer"): why_int8("quantized", "integer"),
+    ("integer", "packed"): why_int8("integer", "packed"),
+    ("packed", "blocked"): why_int8("packed", "blocked"),
 }
 
 

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent.parent / "stages"
 OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "softmax", "argmax")
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
-CPU = ("naive", "tiling", "simd", "kv_cache", "quantized")
+CPU = ("naive", "tiling", "simd", "kv_cache", "quantized", "integer", "packed", "blocked")
 GPU = ("offload", "cuda", "resident")
 LADDER = CPU + GPU
 
@@ -47,6 +47,29 @@ def arena(*shape: int) -> np.ndarray:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.float32).reshape(shape)
+
+
+def room(nbytes: int) -> np.ndarray:
+    """Zeros (nbytes,) uint8 from the start of a cache line on.
+
+    From 4 MB on numpy asks for huge pages: a stream of reads, which the CPU fetches ahead, stumbles at each page's end.
+    """
+    memory = np.zeros(nbytes + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + nbytes]
+
+
+def pieces(gguf):
+    """take(nbytes) -> zeros, piece after piece of one room as large as a model's matrices with rows up to sixteens."""
+    tensors = [t for t in gguf.gguf.tensors.values() if len(t.shape) > 1]
+    free = room(sum(t.nbytes + 16 * t.nbytes // t.shape[0] + 64 for t in tensors))
+
+    def take(nbytes):
+        nonlocal free
+        taken, free = free[:nbytes], free[(nbytes + 63) // 64 * 64 :]
+        return taken
+
+    return take
 
 
 class Stage(Protocol):

@@ -16,28 +16,42 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.cpu_ops import add, argmax, mul, rms_norm, rope, scale, silu, softmax
-from common.int8 import GROUP, INTEGER, STEP, float_matmul, kernel, pack, to_int8, to_integers
+from common.int8 import (
+    GROUP,
+    INTEGER,
+    QUADS,
+    add_dots,
+    begin,
+    by_type,
+    float_matmul,
+    kernel,
+    pack,
+    packed_bytes,
+    raised,
+    span,
+    store_rows,
+    strip_integers,
+    strip_scales,
+    to_int8,
+)
 from common.intrinsics import (
     LANES,
-    QUAD,
     ROWS,
-    dot4_tokens,
-    dot8_tokens,
     load_lanes,
-    load_quads,
+    load_rows,
     load_tokens,
     multiply_add,
-    no_sums,
+    of_tile,
     of_tokens,
-    prefetch,
+    row_store,
     store_lanes,
     store_tokens,
     sums_as_floats,
     zero_lanes,
 )
 from common.jit import njit
-from common.quants import Q8_0, dequantize, unpack
-from common.stage import Model, arena
+from common.quants import dequantize, unpack
+from common.stage import Model, arena, pieces, room
 
 PREVIOUS = "packed"
 CHANGES = ("matmul", "attention")
@@ -47,8 +61,6 @@ OPERANDS = "int8"
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 PANEL = 256  # weights of sixteen rows at a time: with their scales 6 KB, an eighth of a common L1
 TILE = 8  # tokens: sixteen registers for their sums, of integers and of floats
-LINE = 4  # bytes of each of sixteen rows in a cache line of 64
-AHEAD = 256  # bytes of each row, 4 KB in all: what memory delivers in its latency, and some more
 
 
 class Blocks(NamedTuple):
@@ -73,13 +85,6 @@ class Packed(NamedTuple):
     raw: Any  # (bytes / 16, 16) uint8
 
 
-def pack_rows(w):
-    """A matrix of a type with integers, packed; any other as it is."""
-    if w.kind not in INTEGER:
-        return w
-    return Packed(*w[:-1], pack(w.kind, w.raw, w.N, w.K // w.length, w.size))
-
-
 def load(gguf, context, threads):
     """Touch every page of the map, pack, and make room for context tokens. Nothing here needs threads."""
 
@@ -94,8 +99,18 @@ def load(gguf, context, threads):
     config = gguf.config
     cache = arena(config.L, 2, context, config.G, config.hd)
     weights = gguf.weights.map(blocks)
-    packed = weights.map(lambda w: pack_rows(w) if isinstance(w, Blocks) else w)
+    take = pieces(gguf)
+    packed = weights.map(lambda w: pack_rows(w, take) if isinstance(w, Blocks) else w)
     return Model(config, packed._replace(token_embd=weights.token_embd), cache)  # rows of which are read one by one
+
+
+def pack_rows(w, take=room):
+    """A matrix of a type with integers, packed into memory from `take`; any other as it is."""
+    if w.kind not in INTEGER:
+        return w
+    packed = take(packed_bytes(w.N, w.K, w.length, w.size)).reshape(-1, ROWS)
+    pack(w.kind, w.raw, w.N, w.K // w.length, w.size, packed)
+    return Packed(*w[:-1], packed)
 
 
 @njit
@@ -112,107 +127,95 @@ def embed(ids, w):  # (T,), (V, D) -> (T, D)
 def matmul(x, w):  # (T, K), (N, K) -> (T, N)
     if not isinstance(w, Packed):
         return float_matmul(x, w)
-    return tiles(x, w) if len(x) > 1 else strips(x, w)
+    return in_tiles(x, w) if len(x) > 1 else in_strips(x, w)
 
 
 @njit
-def strips(x, w):  # (T, K), (N, K) -> (T, N)
-    N, K, kind, length, size, raw = w
-    T, blocks = x.shape[0], K // length
-    x8, scales, sums = to_int8(x)
-    q = np.empty((length, ROWS), np.uint8)
-    d, m = np.empty((length // GROUP, ROWS), np.float32), np.empty((length // GROUP, ROWS), np.float32)
-    out, last = np.empty((T, N), np.float32), np.empty(ROWS, np.float32)
-    for n in range(0, N, ROWS):
-        for t in range(T):
-            lanes = zero_lanes(1)
-            for b in range(blocks):
-                at = (n // ROWS * blocks + b) * size
-                for line in range(0, size, LINE):
-                    prefetch(raw, (at + AHEAD + line, 0))
-                to_integers(kind, raw, at, q, d, m, 0)
-                for g in range(length // GROUP):
-                    k, dots = b * length + g * GROUP, no_sums(lanes)
-                    for i in range(0, GROUP, QUAD):  # a constant count, so the compiler unrolls it
-                        quads, at4 = load_quads(q, g * GROUP + i), (t, k + i)
-                        if kind == Q8_0:
-                            dots = dot8_tokens(dots, quads, x8, at4)
-                        else:
-                            dots = dot4_tokens(dots, quads, x8, at4)
-                    lanes = multiply_add(load_lanes(d, (g, 0)) * scales[t, k // STEP], sums_as_floats(dots), lanes)
-                    lanes = multiply_add(load_lanes(m, (g, 0)), sums[t, k // GROUP], lanes)
-            if n + ROWS <= N:
-                store_lanes(out, (t, n), lanes)
-            else:
-                store_lanes(last, 0, lanes)
-                out[t, n:] = last[: N - n]
+def in_strips(x, w):  # (T, K), (N, K) -> (T, N)
+    out = np.empty((len(x), w.N), np.float32)
+    strips(to_int8(x), w, out, 0, (w.N + ROWS - 1) // ROWS)
     return out
 
 
 @njit
-def tiles(x, w):  # (T, K), (N, K) -> (T, N)
-    N, K, kind, length, size, raw = w
-    T, blocks = x.shape[0], K // length
-    x8, scales, sums = to_int8(x, TILE)
-    q = np.empty((PANEL, ROWS), np.uint8)
-    d, m = np.empty((PANEL // GROUP, ROWS), np.float32), np.empty((PANEL // GROUP, ROWS), np.float32)
-    out, totals = np.empty((T, N), np.float32), np.empty((len(x8), ROWS), np.float32)
-    for n in range(0, N, ROWS):
-        totals[:] = 0
-        for k in range(0, K, PANEL):
-            count = min(PANEL, K - k)
-            for b in range(k // length, (k + count) // length):
-                at = (n // ROWS * blocks + b) * size
-                for line in range(0, size, LINE):
-                    prefetch(raw, (at + AHEAD + line, 0))
-                to_integers(kind, raw, at, q, d, m, b * length - k)
-            for t in range(0, T, TILE):
-                add_panel(totals, q, d, m, kind, x8, scales, sums, t, k, count)
-        for t in range(T):
-            for row in range(min(ROWS, N - n)):
-                out[t, n + row] = totals[t, row]
-    return out
+def strips(x, w, out, first, last):  # Rounded (T, K), (N, K) -> out (T, N), strips `first` to `last`
+    by_type(strips_of, w.kind, x, w, out, first, last)
 
 
 @kernel
-def add_panel(totals, q, d, m, kind, x8, scales, sums, t, k, count):
-    """Products of `count` weights from k on to the totals of a tile of tokens from t on."""
-    lanes = load_tokens(zero_lanes(TILE), totals, (t, 0))
-    for g in range(count // GROUP):
-        dots, first = no_sums(lanes), k + g * GROUP
-        for i in range(0, GROUP, QUAD):  # a constant count, so the compiler unrolls it
-            quads, at = load_quads(q, g * GROUP + i), (t, first + i)
-            if kind == Q8_0:
-                dots = dot8_tokens(dots, quads, x8, at)
-            else:
-                dots = dot4_tokens(dots, quads, x8, at)
-        products = of_tokens(lanes, scales, (t, first // STEP)) * sums_as_floats(dots)
-        lanes = multiply_add(load_lanes(d, (g, 0)), products, lanes)
-        lanes = multiply_add(load_lanes(m, (g, 0)), of_tokens(lanes, sums, (t, first // GROUP)), lanes)
-    store_tokens(totals, (t, 0), lanes)
+def strips_of(kind, x, w, out, first, last):
+    N, K, _, length, size, raw = w
+    blocks, groups, step = K // length, length // GROUP, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(out)):
+            lanes = zero_lanes(1)
+            for b in range(blocks):
+                at = (strip * blocks + b) * size
+                for g in range(0, groups, step):
+                    here = b * groups + g
+                    dots = begin(kind, lanes, x, t, here)
+                    for i in range(step):
+                        q = strip_integers(kind, raw, at, g + i)
+                        dots = add_dots(kind, dots, q, x.p, (t, (here + i) * QUADS))
+                    d, m = strip_scales(kind, raw, at, g)
+                    d = d * of_tile(lanes, x.scales, (t, here // 2))
+                    lanes = multiply_add(d, sums_as_floats(dots), lanes)
+                    if raised(kind) == 0:
+                        lanes = multiply_add(m, of_tile(lanes, x.offsets, (t, here // 2)), lanes)
+            store_rows(out, t, strip * ROWS, lanes)
 
 
 @njit
-def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * hd)
-    T, H, hd = q.shape
-    S, G = start + T, k.shape[1]
-    rows = (T + TILE - 1) // TILE * TILE if T > 1 else 1
-    keys = np.zeros(((S + LANES - 1) // LANES, hd, LANES), np.float32)  # sixteen positions side by side
-    queries, out = np.zeros((rows, hd), np.float32), np.empty((rows, H * hd), np.float32)
-    weights = np.zeros((min(rows, TILE), len(keys) * LANES), np.float32)
-    for h in range(H):
-        g = h // (H // G)
-        if h % (H // G) == 0:
-            for s in range(S):
-                for i in range(hd):
-                    keys[s // LANES, i, s % LANES] = k[s, g, i]
-        queries[:T] = q[:, h]
-        for t in range(0, T, TILE):
-            if T == 1:
-                attend(zero_lanes(1), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
-            else:
-                attend(zero_lanes(TILE), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
-    return out[:T]
+def in_tiles(x, w):  # (T, K), (N, K) -> (T, N)
+    out = np.empty((len(x), w.N), np.float32)
+    tiles(to_int8(x, TILE), w, out, 0, (w.N + ROWS - 1) // ROWS)
+    return out
+
+
+@njit
+def tiles(x, w, out, first, last):  # Rounded (T, K) in tiles of TILE, (N, K) -> out (T, N), strips `first` to `last`
+    q = np.empty((PANEL, ROWS), np.uint8)
+    d, m = np.empty((PANEL // GROUP, ROWS), np.float32), np.empty((PANEL // GROUP, ROWS), np.float32)
+    totals = np.empty((len(x.p) * TILE, ROWS), np.float32)
+    by_type(tiles_of, w.kind, x, w, out, first, last, q, d, m, totals)
+
+
+@kernel
+def tiles_of(kind, x, w, out, first, last, q, d, m, totals):
+    K, step = w.K, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(totals)):
+            store_lanes(totals, (t, 0), zero_lanes(1))
+        for k in range(0, K, PANEL):
+            groups = min(PANEL, K - k) // GROUP
+            for g in range(0, groups, step):
+                block = strip * (K // w.length) + (k + g * GROUP) // w.length
+                at, first_of = block * w.size, (k + g * GROUP) % w.length // GROUP
+                for i in range(step):
+                    row_store(q, (g + i) * GROUP, strip_integers(kind, w.raw, at, first_of + i))
+                scale, least = strip_scales(kind, w.raw, at, first_of)
+                row_store(d, g, scale)
+                row_store(m, g, least)
+            for tile in range(len(x.p)):
+                add_panel(kind, totals, q, d, m, x, tile, k // GROUP, groups)
+        for t in range(len(out)):
+            store_rows(out, t, strip * ROWS, load_lanes(totals, (t, 0)))
+
+
+@kernel
+def add_panel(kind, totals, q, d, m, x, tile, first, groups):
+    """Products of `groups` times sixteen weights from group `first` on to the totals of a tile of tokens."""
+    lanes, step = load_tokens(zero_lanes(TILE), totals, (tile * TILE, 0)), span(kind) // GROUP
+    for g in range(0, groups, step):
+        here = first + g
+        dots = begin(kind, lanes, x, tile, here)
+        for i in range(step):
+            dots = add_dots(kind, dots, load_rows(q, (g + i) * GROUP), x.p, (tile, (here + i) * QUADS))
+        products = of_tile(lanes, x.scales, (tile, here // 2)) * sums_as_floats(dots)
+        lanes = multiply_add(load_lanes(d, (g, 0)), products, lanes)
+        if raised(kind) == 0:
+            lanes = multiply_add(load_lanes(m, (g, 0)), of_tile(lanes, x.offsets, (tile, here // 2)), lanes)
+    store_tokens(totals, (tile * TILE, 0), lanes)
 
 
 @njit
@@ -239,6 +242,29 @@ def attend(none, queries, keys, v, weights, out, t, start, T):
             out[t + row, i] = 0
             for s in range(S):
                 out[t + row, i] += weights[row, s] * v[s, i]
+
+
+@njit
+def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * hd)
+    T, H, hd = q.shape
+    S, G = start + T, k.shape[1]
+    rows = (T + TILE - 1) // TILE * TILE if T > 1 else 1
+    keys = np.zeros(((S + LANES - 1) // LANES, hd, LANES), np.float32)  # sixteen positions side by side
+    queries, out = np.zeros((rows, hd), np.float32), np.empty((rows, H * hd), np.float32)
+    weights = np.zeros((min(rows, TILE), len(keys) * LANES), np.float32)
+    for h in range(H):
+        g = h // (H // G)
+        if h % (H // G) == 0:
+            for s in range(S):
+                for i in range(hd):
+                    keys[s // LANES, i, s % LANES] = k[s, g, i]
+        queries[:T] = q[:, h]
+        for t in range(0, T, TILE):
+            if T == 1:
+                attend(zero_lanes(1), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
+            else:
+                attend(zero_lanes(TILE), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
+    return out[:T]
 
 
 def forward(model, ids, start):  # (T,) -> (T, D)

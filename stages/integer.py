@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, softmax
-from common.int8 import GROUP, REGISTER, STEP, float_matmul, has_integers, to_int8, to_integers
+from common.int8 import GROUP, REGISTER, STEP, by_type, float_matmul, has_integers, row_apart, to_int8
 from common.intrinsics import (
     LANES,
+    QUAD,
     dot4,
     dot8,
     load_bytes,
@@ -28,6 +29,7 @@ from common.intrinsics import (
     no_sums,
     sums_as_floats,
     total,
+    zero_lanes,
 )
 from common.jit import njit
 from common.quants import Q8_0, dequantize, unpack
@@ -83,21 +85,21 @@ def matmul(x, w):  # (T, K), (N, K) -> (T, N)
     N, K, kind, length, size, raw = w
     if not has_integers(kind):
         return float_matmul(x, w)
-    T, blocks = x.shape[0], K // length
-    x8, scales, sums = to_int8(x)
-    q, d, m = np.empty(x8.shape[1], np.uint8), np.zeros(sums.shape[1], np.float32), np.zeros(sums.shape[1], np.float32)
+    T, x8 = x.shape[0], to_int8(x)
+    width, groups = QUAD * x8.p.shape[1], x8.sums.shape[1]
+    q, d, m = np.empty(width, np.uint8), np.zeros(groups, np.float32), np.zeros(groups, np.float32)
     out = np.empty((T, N), np.float32)
     for n in range(N):
-        for b in range(blocks):
-            to_integers(kind, raw, (n * blocks + b) * size, q, d, m, b * length)
+        by_type(row_apart, kind, raw, n * K // length * size, K, length, size, q, d, m)
         for t in range(T):
-            lanes = load_lanes(m, 0) * load_lanes(sums, (t, 0))
-            for g in range(LANES, len(m), LANES):
-                lanes = multiply_add(load_lanes(m, g), load_lanes(sums, (t, g)), lanes)
-            for k in range(0, len(q), REGISTER):
-                a, b = load_bytes(q, k, REGISTER), load_bytes(x8, (t, k), REGISTER)
+            lanes = zero_lanes(1)
+            for g in range(0, groups, LANES):
+                sums = load_spread(x8.scales, (t, g // 2, 0), 8) * sums_as_floats(load_lanes(x8.sums, (t, g, 0)))
+                lanes = multiply_add(load_lanes(m, g), sums, lanes)
+            for k in range(0, width, REGISTER):
+                a, b = load_bytes(q, k, REGISTER), load_bytes(x8.p, (t, k // QUAD, 0, 0), REGISTER)
                 dots = dot8(no_sums(lanes), a, b) if kind == Q8_0 else dot4(no_sums(lanes), a, b)
-                scale = load_spread(d, k // GROUP, 4) * load_spread(scales, (t, k // STEP), 2)
+                scale = load_spread(d, k // GROUP, 4) * load_spread(x8.scales, (t, k // STEP, 0), 2)
                 lanes = multiply_add(scale, sums_as_floats(dots), lanes)
             out[t, n] = total(lanes)
     return out

@@ -3,9 +3,10 @@
 Idea    Lay the weights out as the multiplication wants them, once, and not at each use.
 Was     integer walks one row at a time. A register holds many weights of it, so its sums must be added across at the
         row's end, and scales be spread over lanes; that is instructions, and a step still waits for them.
-Change  load copies every matrix into strips of sixteen rows, each word of a block beside the same word of the other
-        rows. A register then holds four weights of each row, every lane is a row's own sum, and a scale is one load for
-        sixteen rows. An activation, four integers, is spread over the register. What comes next is prefetched.
+Change  load copies every matrix into strips of sixteen rows, each word of a row beside the same word of the others, in
+        the order in which they will be used. A register then holds four weights of each row, every lane is a row's own
+        sum, and a scale is one load for sixteen rows. An activation, four integers, is spread over the register. There
+        is a copy of the kernel for each type, in which integers go from the bytes to the products in registers.
 Expect  A new token takes the time of reading the blocks from memory, or little more. load takes longer, by a copy of
         the file, and as much memory again. Each token of a prompt takes the blocks apart anew: it gains less.
 """
@@ -16,32 +17,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, softmax
-from common.int8 import GROUP, INTEGER, STEP, float_matmul, pack, to_int8, to_integers
-from common.intrinsics import (
-    QUAD,
-    ROWS,
-    dot4_tokens,
-    dot8_tokens,
-    load_lanes,
-    load_quads,
-    multiply_add,
-    no_sums,
-    prefetch,
-    store_lanes,
-    sums_as_floats,
-    zero_lanes,
+from common.int8 import (
+    GROUP,
+    INTEGER,
+    QUADS,
+    add_dots,
+    begin,
+    by_type,
+    float_matmul,
+    kernel,
+    pack,
+    packed_bytes,
+    raised,
+    span,
+    store_rows,
+    strip_integers,
+    strip_scales,
+    to_int8,
 )
+from common.intrinsics import ROWS, multiply_add, of_tile, sums_as_floats, zero_lanes
 from common.jit import njit
-from common.quants import Q8_0, dequantize, unpack
-from common.stage import Model, arena
+from common.quants import dequantize, unpack
+from common.stage import Model, arena, pieces, room
 
 PREVIOUS = "integer"
 CHANGES = ("load", "matmul")
 OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
-LINE = 4  # bytes of each of sixteen rows in a cache line of 64
-AHEAD = 256  # bytes of each row, 4 KB in all: what memory delivers in its latency, and some more
 
 
 class Blocks(NamedTuple):
@@ -66,13 +69,6 @@ class Packed(NamedTuple):
     raw: Any  # (bytes / 16, 16) uint8
 
 
-def pack_rows(w):
-    """A matrix of a type with integers, packed; any other as it is."""
-    if w.kind not in INTEGER:
-        return w
-    return Packed(*w[:-1], pack(w.kind, w.raw, w.N, w.K // w.length, w.size))
-
-
 def load(gguf, context, threads):
     """Touch every page of the map, pack, and make room for context tokens. Nothing here needs threads."""
 
@@ -87,8 +83,18 @@ def load(gguf, context, threads):
     config = gguf.config
     cache = arena(config.L, 2, context, config.G, config.hd)
     weights = gguf.weights.map(blocks)
-    packed = weights.map(lambda w: pack_rows(w) if isinstance(w, Blocks) else w)
+    take = pieces(gguf)
+    packed = weights.map(lambda w: pack_rows(w, take) if isinstance(w, Blocks) else w)
     return Model(config, packed._replace(token_embd=weights.token_embd), cache)  # rows of which are read one by one
+
+
+def pack_rows(w, take=room):
+    """A matrix of a type with integers, packed into memory from `take`; any other as it is."""
+    if w.kind not in INTEGER:
+        return w
+    packed = take(packed_bytes(w.N, w.K, w.length, w.size)).reshape(-1, ROWS)
+    pack(w.kind, w.raw, w.N, w.K // w.length, w.size, packed)
+    return Packed(*w[:-1], packed)
 
 
 @njit
@@ -103,41 +109,42 @@ def embed(ids, w):  # (T,), (V, D) -> (T, D)
 
 
 def matmul(x, w):  # (T, K), (N, K) -> (T, N)
-    return strips(x, w) if isinstance(w, Packed) else float_matmul(x, w)
+    return in_strips(x, w) if isinstance(w, Packed) else float_matmul(x, w)
 
 
 @njit
-def strips(x, w):  # (T, K), (N, K) -> (T, N)
-    N, K, kind, length, size, raw = w
-    T, blocks = x.shape[0], K // length
-    x8, scales, sums = to_int8(x)
-    q = np.empty((length, ROWS), np.uint8)
-    d, m = np.empty((length // GROUP, ROWS), np.float32), np.empty((length // GROUP, ROWS), np.float32)
-    out, last = np.empty((T, N), np.float32), np.empty(ROWS, np.float32)
-    for n in range(0, N, ROWS):
-        for t in range(T):
+def in_strips(x, w):  # (T, K), (N, K) -> (T, N)
+    out = np.empty((len(x), w.N), np.float32)
+    strips(to_int8(x), w, out, 0, (w.N + ROWS - 1) // ROWS)
+    return out
+
+
+@njit
+def strips(x, w, out, first, last):  # Rounded (T, K), (N, K) -> out (T, N), strips `first` to `last`
+    by_type(strips_of, w.kind, x, w, out, first, last)
+
+
+@kernel
+def strips_of(kind, x, w, out, first, last):
+    N, K, _, length, size, raw = w
+    blocks, groups, step = K // length, length // GROUP, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(out)):
             lanes = zero_lanes(1)
             for b in range(blocks):
-                at = (n // ROWS * blocks + b) * size
-                for line in range(0, size, LINE):
-                    prefetch(raw, (at + AHEAD + line, 0))
-                to_integers(kind, raw, at, q, d, m, 0)
-                for g in range(length // GROUP):
-                    k, dots = b * length + g * GROUP, no_sums(lanes)
-                    for i in range(0, GROUP, QUAD):  # a constant count, so the compiler unrolls it
-                        quads, at4 = load_quads(q, g * GROUP + i), (t, k + i)
-                        if kind == Q8_0:
-                            dots = dot8_tokens(dots, quads, x8, at4)
-                        else:
-                            dots = dot4_tokens(dots, quads, x8, at4)
-                    lanes = multiply_add(load_lanes(d, (g, 0)) * scales[t, k // STEP], sums_as_floats(dots), lanes)
-                    lanes = multiply_add(load_lanes(m, (g, 0)), sums[t, k // GROUP], lanes)
-            if n + ROWS <= N:
-                store_lanes(out, (t, n), lanes)
-            else:
-                store_lanes(last, 0, lanes)
-                out[t, n:] = last[: N - n]
-    return out
+                at = (strip * blocks + b) * size
+                for g in range(0, groups, step):
+                    here = b * groups + g
+                    dots = begin(kind, lanes, x, t, here)
+                    for i in range(step):
+                        q = strip_integers(kind, raw, at, g + i)
+                        dots = add_dots(kind, dots, q, x.p, (t, (here + i) * QUADS))
+                    d, m = strip_scales(kind, raw, at, g)
+                    d = d * of_tile(lanes, x.scales, (t, here // 2))
+                    lanes = multiply_add(d, sums_as_floats(dots), lanes)
+                    if raised(kind) == 0:
+                        lanes = multiply_add(m, of_tile(lanes, x.offsets, (t, here // 2)), lanes)
+            store_rows(out, t, strip * ROWS, lanes)
 
 
 @njit

@@ -14,7 +14,7 @@ import pytest
 from common import gate, reference
 from common.gguf import TYPES
 from common.harness import Request
-from common.int8 import GROUP, INTEGER, STEP, pack, to_int8, to_integers, unpacked
+from common.int8 import GROUP, INTEGER, STEP, by_type, pack, packed_bytes, row_apart, to_int8, unpacked
 from common.jit import njit
 from common.model import open_model
 from common.packing import quantize
@@ -60,10 +60,17 @@ def ready(stage, w):
     return stage.pack_rows(w) if hasattr(stage, "pack_rows") else w
 
 
-def test_activations_are_rounded_to_the_nearest_step():
+def by_rows(x8, T):
+    """p, s and the sums of Rounded, token by token."""
+    p = x8.p.transpose(0, 2, 1, 3).reshape(-1, 4 * x8.p.shape[1])
+    return [p[:T], *(a.transpose(0, 2, 1).reshape(-1, a.shape[1])[:T] for a in x8[1:])]
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_activations_are_rounded_to_the_nearest_step(tokens):
     x = draw(5, 96) * np.float32([[1], [1e-3], [50], [1], [0]])
     x[3, 32:64] = 0
-    p, s, sums = to_int8(x)
+    p, s, sums, offsets = by_rows(to_int8(x, tokens), 5)
     assert p.dtype == np.int8
     assert np.abs(p.astype(int)).max() == 127
     steps = np.repeat(s.astype(np.float64), STEP, axis=1)
@@ -72,21 +79,29 @@ def test_activations_are_rounded_to_the_nearest_step():
     assert not sums[:, 96 // GROUP :].any()
     assert not p[4].any()
     assert not s[4].any()
-    want = (p * steps).reshape(5, -1, GROUP).sum(axis=2)
-    assert np.allclose(sums[:, : want.shape[1]], want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    want = p[:, :96].astype(int).reshape(5, -1, GROUP).sum(axis=2)
+    assert np.array_equal(sums[:, : want.shape[1]], want)
+    exact = (p[:, :96] * steps[:, :96]).reshape(5, -1, STEP).sum(axis=2)
+    assert np.allclose(offsets[:, :3], exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max())
+
+
+def test_tokens_beyond_the_last_are_zeros():
+    x8 = to_int8(draw(9, 64), 8)
+    assert len(x8.p) == 2
+    assert not any(a[1, :, 1:].any() for a in x8)
 
 
 def test_halves_round_to_even():
     x = np.zeros((1, 32), np.float32)
     x[0, :4] = 127, 0.5, 1.5, -2.5
-    assert to_int8(x)[0][0, :4].tolist() == [127, 0, 2, -2]
+    assert to_int8(x).p[0, 0, 0].tolist() == [127, 0, 2, -2]
 
 
 def test_tiny_activations_are_zero_and_do_not_overflow():
     x = np.full((1, 32), 1e-38, np.float32)
-    p, _, sums = to_int8(x)
-    assert not p.any()
-    assert not sums.any()
+    x8 = to_int8(x)
+    assert not x8.p.any()
+    assert not x8.offsets.any()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -100,41 +115,39 @@ def test_what_is_not_finite_stays_so(stage, value):
 
 
 @njit
-def integers(kind, raw, at, q, d, m):
-    to_integers(kind, raw, at, q, d, m, 0)
-
-
-def block_of(name, raw, at, *rows):
-    length = TYPES[name].block
-    q, d, m = np.zeros((length, *rows), np.uint8), *np.zeros((2, length // GROUP, *rows), np.float32)
-    integers(TYPES[name].id, raw, at, q, d, m)
-    return q, d, m
+def apart(kind, raw, at, K, length, size, q, d, m):
+    by_type(row_apart, kind, raw, at, K, length, size, q, d, m)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_integers_and_scales_make_the_weights(name):
-    w, exact = matrix(name, 6, 256)
-    for n in range(6 * 256 // w.length):
-        q, d, m = block_of(name, w.raw, n * w.size)
+    w, exact = matrix(name, 6, 512)
+    for n in range(6):
+        q, d, m = np.empty(512, np.uint8), *np.empty((2, 512 // GROUP), np.float32)
+        apart(w.kind, w.raw, n * 512 // w.length * w.size, 512, w.length, w.size, q, d, m)
         got = q * np.repeat(d, GROUP).astype(np.float64) + np.repeat(m, GROUP)
-        assert np.allclose(got, exact.reshape(-1, w.length)[n], rtol=0, atol=1e-6 * np.abs(exact).max())
+        assert np.allclose(got, exact[n], rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+def packed(w):
+    out = np.zeros((packed_bytes(w.N, w.K, w.length, w.size) // 16, 16), np.uint8)
+    pack(w.kind, w.raw, w.N, w.K // w.length, w.size, out)
+    return out
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_packed_block_is_sixteen_rows(name):
-    N, K = 21, 512
-    w, _ = matrix(name, N, K)
-    blocks = K // w.length
-    packed = pack(w.kind, w.raw, N, blocks, w.size)
-    assert packed.shape == (2 * blocks * w.size, 16)
-    for strip, b in [(0, 0), (0, blocks - 1), (1, 1)]:
-        together = block_of(name, packed, (strip * blocks + b) * w.size, 16)
-        for n in range(16 * strip, min(16 * strip + 16, N)):
-            alone = block_of(name, w.raw, (n * blocks + b) * w.size)
-            for a, rows in zip(alone, together, strict=True):
-                # The second axis is rows, but bytes go by quads of a row.
-                rows = rows.reshape(-1, 16, 4)[:, n % 16].reshape(-1) if rows.dtype == np.uint8 else rows[:, n % 16]
-                assert np.array_equal(a, rows)
+def test_what_is_packed_can_be_had_back(name):
+    w, exact = matrix(name, 21, 512)
+    got = unpacked(w.kind, packed(w), w.N, w.K, w.length, w.size)
+    assert np.allclose(got, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_byte_is_added_and_none_is_shared(name):
+    """Every bit of a row's blocks that tells of a weight is in the strip once, and other rows' bytes stay zero."""
+    w, _ = matrix(name, 1, 256)
+    assert packed(w).size == 16 * w.raw.size
+    assert np.count_nonzero(packed(w)) <= w.raw.size
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,7 +157,7 @@ def test_matmul(stage, name):
         got = stage.matmul(x, ready(stage, w))
         assert got.dtype == np.float32
         assert got.shape == (T, N)
-        p, s, _ = to_int8(x)
+        p, s, *_ = by_rows(to_int8(x), T)
         rounded = p[:, :K] * np.repeat(s.astype(np.float64), STEP, axis=1)[:, :K]
         assert reference.nmse(got, rounded @ exact.T) <= EXACT, (T, N, K)
         assert reference.nmse(got, x.astype(np.float64) @ exact.T) <= ROUNDED, (T, N, K)
@@ -173,7 +186,7 @@ FORMS = """
 import hashlib, json
 import numpy as np
 from common import intrinsics
-from common.intrinsics import DOT4, dot4, dot4_tokens, dot8, dot8_tokens, load_bytes, load_lanes, load_quads, no_sums
+from common.intrinsics import DOT4, dot4, dot4_tokens, dot8, dot8_tokens, load_bytes, load_lanes, load_rows, no_sums
 from common.intrinsics import store_lanes
 from common.jit import numba
 from tests.test_int8 import NAMES, draw, matrix, ready
@@ -185,23 +198,24 @@ def dots(floats, q, rows, x, out):
     a, b = load_bytes(q, 0, 64), load_bytes(x, (0, 0), 64)
     store_lanes(out, (0, 0), dot4(start, a & 127, b))
     store_lanes(out, (1, 0), dot8(start, a, b))
-    quads = load_quads(rows, 0)
-    store_lanes(out, (2, 0), dot4_tokens(start, quads & 127, x, (1, 4)))
-    store_lanes(out, (3, 0), dot8_tokens(start, quads, x, (1, 4)))
+    weights, tile = load_rows(rows, 0), x.reshape(2, 16, 1, 4)
+    store_lanes(out, (2, 0), dot4_tokens(start, weights & 127, tile, (1, 4)))
+    store_lanes(out, (3, 0), dot8_tokens(start, weights, tile, (1, 4)))
 
 random, wrong = np.random.default_rng(0), 0
 for case in range(20):
-    q = random.integers(0, 256, 64, dtype=np.uint8)
+    q, rows = random.integers(0, 256, 64, dtype=np.uint8), random.integers(0, 256, (16, 16), dtype=np.uint8)
     x = random.integers(-127, 128, (2, 64), dtype=np.int8)
     if case == 0:
-        q[:], x[:] = 255, 127
+        q[:], rows[:], x[:] = 255, 255, 127
     if case == 1:
-        q[:], x[:] = 255, -127
+        q[:], rows[:], x[:] = 255, 255, -127
     out = np.zeros((4, 16), np.int32)
-    dots(np.zeros(16, np.float32), q, q.reshape(4, 16), x, out)
-    small, wide, exact = (q & 127).astype(int), q.astype(int), x.astype(int)
-    four = exact[1, 4:8]
-    want = [(a.reshape(16, 4) * b).sum(axis=1) for b in (exact[0].reshape(16, 4), four) for a in (small, wide)]
+    dots(np.zeros(16, np.float32), q, rows, x, out)
+    exact = x.astype(int)
+    want = [(a.astype(int).reshape(16, 4) * exact[0].reshape(16, 4)).sum(axis=1) for a in (q & 127, q)]
+    quads = exact[1, 16:32].reshape(4, 1, 4)
+    want += [(a.astype(int).reshape(4, 16, 4) * quads).sum(axis=(0, 2)) for a in (rows & 127, rows)]
     wrong += not np.array_equal(out, want)
 
 digest = hashlib.sha256()
@@ -269,18 +283,16 @@ def test_logits_of_the_real_model(stage, smollm2):
     assert reference.nmse(rows_of(stage, gguf, ids, 3), got) <= LOGITS
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_packed_can_be_had_back(name):
-    w, _ = matrix(name, 17, 512)
-    packed = pack(w.kind, w.raw, w.N, w.K // w.length, w.size)
-    assert np.array_equal(unpacked(w.kind, packed, w.N, w.K // w.length, w.size), w.raw)
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "where"),
     [
-        ("integer", "lanes = load_lanes(m, 0)", "lanes = load_lanes(m, 0) * 2", "token 0, layer 0, matmul (w_q)"),
-        ("packed", "n // ROWS * blocks + b", "n // ROWS * blocks + max(b, 1)", "token 0, layer 0, matmul (w_q)"),
+        (
+            "integer",
+            "multiply_add(load_lanes(m, g), sums",
+            "multiply_add(load_lanes(m, g) * 2, sums",
+            "token 0, layer 0, matmul (w_q)",
+        ),
+        ("packed", "(strip * blocks + b)", "(strip * blocks + max(b, 1))", "token 0, layer 0, matmul (w_q)"),
         ("packed", "return rms_norm(x, weights", "return rms_norm(2 * x - x[:1], weights", "the output norm"),
     ],
 )
