@@ -47,6 +47,7 @@ from common.intrinsics import (
     store_lanes,
     store_tokens,
     sums_as_floats,
+    total,
     zero_lanes,
 )
 from common.jit import njit
@@ -219,6 +220,33 @@ def add_panel(kind, totals, q, d, m, x, tile, first, groups):
 
 
 @njit
+def attend_alone(q, k, v):  # (1, H, hd), (S, G, hd), (S, G, hd) -> (1, H * hd)
+    """A lone token's heads: lanes run along a head, as nothing else could share its keys."""
+    _, H, hd = q.shape
+    S, G = k.shape[:2]
+    out, scores, full = np.zeros((1, H * hd), np.float32), np.empty(S, np.float32), hd - hd % LANES
+    for h in range(H):
+        g = h // (H // G)
+        for s in range(S):
+            lanes = zero_lanes(1)
+            for i in range(0, full, LANES):
+                lanes = multiply_add(load_lanes(q, (0, h, i)), load_lanes(k, (s, g, i)), lanes)
+            scores[s] = total(lanes)
+            for i in range(full, hd):
+                scores[s] += q[0, h, i] * k[s, g, i]
+        weights = softmax(scale(scores, 1 / math.sqrt(hd)))
+        for i in range(0, full, LANES):
+            lanes = zero_lanes(1)
+            for s in range(S):
+                lanes = multiply_add(load_lanes(v, (s, g, i)), weights[s], lanes)
+            store_lanes(out, (0, h * hd + i), lanes)
+        for i in range(full, hd):
+            for s in range(S):
+                out[0, h * hd + i] += weights[s] * v[s, g, i]
+    return out
+
+
+@njit
 def attend(none, queries, keys, v, weights, out, t, start, T):
     """One head of as many tokens from t on as `none`, zeros, has room for."""
     hd, last = queries.shape[1], min(t + TILE, T)
@@ -248,10 +276,12 @@ def attend(none, queries, keys, v, weights, out, t, start, T):
 def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * hd)
     T, H, hd = q.shape
     S, G = start + T, k.shape[1]
-    rows = (T + TILE - 1) // TILE * TILE if T > 1 else 1
+    if T == 1:
+        return attend_alone(q, k[:S], v[:S])
+    rows = (T + TILE - 1) // TILE * TILE
     keys = np.zeros(((S + LANES - 1) // LANES, hd, LANES), np.float32)  # sixteen positions side by side
     queries, out = np.zeros((rows, hd), np.float32), np.empty((rows, H * hd), np.float32)
-    weights = np.zeros((min(rows, TILE), len(keys) * LANES), np.float32)
+    weights = np.zeros((TILE, len(keys) * LANES), np.float32)
     for h in range(H):
         g = h // (H // G)
         if h % (H // G) == 0:
@@ -260,10 +290,7 @@ def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * 
                     keys[s // LANES, i, s % LANES] = k[s, g, i]
         queries[:T] = q[:, h]
         for t in range(0, T, TILE):
-            if T == 1:
-                attend(zero_lanes(1), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
-            else:
-                attend(zero_lanes(TILE), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
+            attend(zero_lanes(TILE), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
     return out[:T]
 
 
