@@ -149,6 +149,9 @@ class Strings(Sequence):
     def tolist(self) -> list:
         return list(self)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} strings>"
+
     def longest(self) -> int:
         """Bytes of the longest string, 0 where there is none."""
         return int(np.diff(self.ends, prepend=self.start).max(initial=8)) - 8
@@ -383,8 +386,10 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
     metadata, strings_left, keys_left = Metadata(cursor.data), MAX_STRINGS, MAX_KEYS
     for _ in range(count):
         start = cursor.at
-        key = cursor.text("a metadata key", min(MAX_KEY, keys_left))
+        key = cursor.text("a metadata key", MAX_KEY)
         keys_left -= cursor.at - start - 8
+        if keys_left < 0:
+            cursor.fail(f"the metadata keys take more than {MAX_KEYS >> 20} MiB, more than any model's", start)
         if key in metadata.types:
             cursor.fail(f"metadata key {shown(key)} appears twice", start)
         kind = value_type(cursor, key)

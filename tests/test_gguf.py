@@ -258,6 +258,7 @@ def test_the_strings_of_all_arrays_count_together(file):
         ("one byte missing", "ends at byte 96 of a file of 95"),
         ("key twice", "'a' appears twice"),
         ("overlap by a byte", "'t' and 'u' overlap"),
+        ("megabytes of keys", "keys take more than 1 MiB"),
         ("array of arrays", "nested"),
         ("alignment is u64", "general.alignment is of type u64"),
         ("one inside another", "'t' and 'u' overlap"),

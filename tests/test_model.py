@@ -198,6 +198,7 @@ def test_a_key_of_another_type_is_named(file, key, value):
         ({"general.architecture": "\x1b[2Jevil"}, r"'\\x1b\[2Jevil'"),
         ({"llama.expert_count": 8}, "llama.expert_count = '8'"),
         ({"llama.expert_count": [8, 8]}, "llama.expert_count"),
+        ({"llama.expert_count": ["8", "8"]}, "llama.expert_count = '<2 strings>'"),
         ({"split.count": 3}, "split.count = '3'"),
         ({"split.count": np.uint16(2)}, "split.count = '2'"),
         ({"llama.block_count": 0}, "block_count = 0"),
