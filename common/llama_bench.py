@@ -124,7 +124,9 @@ def bring_in(
     slug = machine.slug(name)
     title = machine.slug(f"llama-bench {job.model_name} {first['n_threads']} threads")
     target = folder / slug / "peers" / f"{title}.json"
-    kept = {row["shape"]: row for row in before(target, job)} | {row_shape(row): told(row) for row in rows}
+    old, fresh = before(target, job), {row_shape(row): told(row) for row in rows}
+    kept = {row["shape"]: row for row in old["rows"]} | fresh
+    checks = [c for c in old["check"] or [] if c["shape"] not in fresh] + (checked(job, rows) if check else [])
     document = {
         "schema": records.SCHEMA,
         "tool": "llama-bench",
@@ -139,8 +141,8 @@ def bring_in(
         },
         "threads": first["n_threads"],
         "rows": list(kept.values()),
-        "check": checked(job, rows) if check else None,
-        "peer": peers.about() if check else None,
+        "check": checks or None,  # a row that is replaced takes its check with it
+        "peer": peers.about() if check else old["peer"],
     }
     records.save(document, target)
     return document
@@ -154,13 +156,14 @@ def machine_of(row: dict, here: str) -> str:
     return here if here in names else names[0]
 
 
-def before(target: Path, job: Job) -> list[dict]:
-    """The rows of an earlier import of the same file."""
+def before(target: Path, job: Job) -> dict:
+    """The record of an earlier import for the same model, or an empty one."""
+    nothing = {"rows": [], "check": None, "peer": None}
     try:
         old = json.loads(target.read_text("utf-8"))
     except (OSError, ValueError):
-        return []
-    return old["rows"] if old["model"]["sha256"] == job.sha256 else []
+        return nothing
+    return old if old["model"]["sha256"] == job.sha256 else nothing
 
 
 def told(row: dict) -> dict:

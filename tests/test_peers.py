@@ -290,6 +290,15 @@ def test_a_second_import_replaces_a_shape_and_keeps_the_others(bring_in, row):
     assert {r["shape"]: r["ms"]["median"] for r in found["rows"]} == {"pp3": 3.0, "tg2": 1.0}
 
 
+def test_a_second_import_keeps_the_checks_of_other_shapes(bring_in, row, monkeypatch):
+    monkeypatch.setattr(llama_bench, "require", lambda name: None)
+    monkeypatch.setattr(llama_bench, "checked", lambda job, rows: [{"shape": llama_bench.row_shape(r)} for r in rows])
+    monkeypatch.setattr(peers, "about", lambda: {"package": "1"})
+    bring_in([prompt_row(row), token_row(row)], check=True)
+    found = bring_in([token_row(row)])
+    assert (found["check"], found["peer"]) == ([{"shape": "pp3"}], {"package": "1"})
+
+
 def test_rows_of_another_machine_go_to_its_folder(bring_in, row):
     assert bring_in([prompt_row(row, cpu_info="Some Other CPU")])["machine"]["slug"] == "some-other-cpu"
     gpu = bring_in([prompt_row(row, gpu_info="NVIDIA H200", n_gpu_layers=-1, backends="CUDA")])
