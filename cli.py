@@ -232,16 +232,22 @@ def sweep(
 
 
 @app.command()
-def read(stage: StageName = None, stage_option: StageOption = None) -> None:
-    """Print a stage's module."""
-    from common import show
-    from common.stage import code_path
+def read(
+    stage: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="A stage, a rung, or a chapter: start, two-numbers, roofline, glossary, …"),
+    ] = None,
+    stage_option: StageOption = None,
+) -> None:
+    """Print a stage's module, or a general chapter."""
+    from common import chapters, show
 
-    path = code_path(one(stage, stage_option))
+    path = chapters.page(one(stage, stage_option))
+    text = show.prose(path) if path.suffix == ".md" else path.read_text("utf-8")
     if sys.stdout.isatty():
-        paint(show.module(path))
+        paint(show.page(path, text))
     else:
-        print(path.read_text("utf-8"), end="")
+        print(text, end="")
 
 
 @app.command()
@@ -414,6 +420,17 @@ def report() -> None:
 
     for path in chapters.refresh():
         print(path.relative_to(chapters.ROOT))
+
+
+@app.command()
+def verify(as_json: Json = False) -> None:
+    """Check every number in README and chapters against its formula, and find those that have none."""
+    from common import verify as verifying
+
+    document = verifying.document()
+    out(as_json, document, verifying.render)
+    if not document["holds"]:
+        raise typer.Exit(UNEXPECTED)
 
 
 @app.command()

@@ -1,18 +1,18 @@
 """`lesson report`: the parts of README and chapters that come from code and records, written anew where they stand.
 
 A part is what lies between <!-- name arguments --> and <!-- end -->. So a quoted definition cannot drift from its
-module, and a table cannot say what no record says.
+module, and a table cannot say what no record says. Numbers in the text between them are common/figures.py's.
 """
 
-import json
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
-from common import catalog, diff, pictures, show
-from common.stage import FOLDER, LADDER, source_path
+from common import catalog, diff, figures, pictures, show
+from common.figures import REPORTS, ROOT
+from common.stage import FOLDER, LADDER, StageError, code_path, source_path
 
-ROOT = FOLDER.parent
-REPORTS = ROOT / "reports"
+GENERAL = ROOT / "chapters"
 PART = re.compile(r"(<!-- (\w+)((?: [^\s>]+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -23,9 +23,20 @@ class ChapterError(Exception):
 
 
 def files() -> list[Path]:
-    """README and every chapter that has such parts."""
-    found = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
-    return [path for path in found if PART.search(path.read_text("utf-8"))]
+    """README, the general chapters, and those beside the stages."""
+    return [ROOT / "README.md", *sorted(GENERAL.glob("*.md")), *sorted(FOLDER.rglob("*.md"))]
+
+
+def page(name: str) -> Path:
+    """What `lesson read` shows: a general chapter, or the code of a stage, a rung or a peer. Raises StageError."""
+    if (path := GENERAL / f"{name}.md") in files():
+        return path
+    try:
+        return code_path(name)
+    except StageError as error:
+        if near := get_close_matches(name, [path.stem for path in files() if path.parent == GENERAL], n=1):
+            raise StageError(f"unknown chapter {name!r}: did you mean {near[0]}?") from error
+        raise
 
 
 def refresh() -> list[Path]:
@@ -46,23 +57,30 @@ def refresh() -> list[Path]:
 
 
 def filled(text: str, path: Path) -> str:
-    """A file's text with every part written anew."""
+    """A file's text with every part written anew, and then every number that carries a formula. Raises ChapterError."""
 
-    def write(match: re.Match) -> str:
-        head, name, arguments, _, tail = match.groups()
-        if name not in WRITERS:
-            raise ChapterError(f"{path.name}: no part is called {name!r}; there are {', '.join(WRITERS)}")
-        try:
-            return f"{head}{WRITERS[name](path, *arguments.split())}\n{tail}"
-        except (KeyError, OSError, TypeError) as error:
-            raise ChapterError(f"{path.name}: <!-- {name}{arguments} -->: {error!r}") from error
-
-    return PART.sub(write, text)
+    whole = PART.sub(lambda match: written(match, path), text)
+    try:
+        return figures.figures(whole, figures.folder(path, whole))
+    except figures.FigureError as error:
+        raise ChapterError(f"{path.name}: {error}") from error
 
 
-def code(path: Path, name: str) -> str:
-    """A definition of the module beside the chapter."""
-    found = diff.definitions(path.with_suffix(".py").read_text("utf-8"))
+def written(match: re.Match, path: Path) -> str:
+    """One part as it should stand in that file. Raises ChapterError."""
+    head, name, arguments, _, tail = match.groups()
+    if name not in WRITERS:
+        raise ChapterError(f"{path.name}: no part is called {name!r}; there are {', '.join(WRITERS)}")
+    try:
+        return f"{head}{WRITERS[name](path, *arguments.split())}\n{tail}"
+    except (KeyError, OSError, TypeError) as error:
+        raise ChapterError(f"{path.name}: <!-- {name}{arguments} -->: {error!r}") from error
+
+
+def code(path: Path, name: str, module: str | None = None) -> str:
+    """A definition of the module beside the chapter, or of another by its path from the root."""
+    source = ROOT / module if module else path.with_suffix(".py")
+    found = diff.definitions(source.read_text("utf-8"))
     return f"```python\n{found[name].text}\n```"
 
 
@@ -75,8 +93,8 @@ def step(path: Path, *names: str) -> str:
 
 
 def compared(path: Path, record: str) -> str:
-    """A comparison's table; record is a file under reports/."""
-    document = json.loads((REPORTS / record).read_text("utf-8"))
+    """A comparison's table; record is a file under reports/, where * stands for any letters."""
+    document = figures.record(record)
     timed = document["stages"][0]["tokens_timed"] - 1
     token = f"ms/token (mean of {timed})"
     rows = [f"| | TTFT ms | × | expected × | × bound | verdict | {token} | × | expected × | × bound | verdict |"]
@@ -100,7 +118,7 @@ def compared(path: Path, record: str) -> str:
 
 def costs(path: Path, record: str) -> str:
     """What a comparison's stages cost outside the clock."""
-    document = json.loads((REPORTS / record).read_text("utf-8"))
+    document = figures.record(record)
     rows = ["| | load s | compile s | peak MB | minor faults | major faults | lines |", "|---|" + "---:|" * 6]
     for r in document["stages"]:
         faults = r["page_faults"]
@@ -133,7 +151,7 @@ def ladder(path: Path, *records: str) -> str:
 
 def columns_of(record: str) -> tuple[list[str], dict[str, list[str]], str]:
     """A comparison as columns of the ladder: their titles, each stage's cells, and the machine's line."""
-    document = json.loads((REPORTS / record).read_text("utf-8"))
+    document = figures.record(record)
     first = document["stages"][0]
     title = f"{first['model']['name']}, {first['shape']}"
     cells = {
@@ -147,7 +165,7 @@ def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
     """As columns_of, from a record a stage; a stage that ran beside the machine, on its host's CPU, has no cell."""
     shapes, cells, line = ("pp512", "tg128"), {}, ""
     for path in sorted((REPORTS / folder).glob("*.json")):
-        record = json.loads(path.read_text("utf-8"))
+        record = figures.record(f"{folder}/{path.stem}")
         if path.stem in LADDER and folder.startswith(f"{record['machine']['slug']}/"):
             cells[path.stem] = [cell(record["rows"], shape) for shape in shapes]
             model = f"{record['model']['name']} {record['model']['quant']}"
@@ -163,7 +181,7 @@ def recorded(path: Path, folder: str, *stages: str) -> str:
     rows = ["| | " + " | ".join(f"{shape} ms" for shape in SHAPES) + " | load s | GPU MB at most |"]
     rows.append("|---|" + "---:|" * (len(SHAPES) + 2))
     for stage in stages:
-        record = json.loads((REPORTS / folder / f"{stage}.json").read_text("utf-8"))
+        record = figures.record(f"{folder}/{stage}")
         memory = record.get("profile", {}).get("gpu_mb", {}).get("peak")
         load = record.get("load_ms") and record["load_ms"] / 1e3
         name = stage + (f" ({record['note']})" if record.get("note") else "")
@@ -198,9 +216,9 @@ def diffs() -> dict[Path, str]:
         told = diff.docstring(source_path(stage))
         page = [f"# {previous} → {stage}", "", told[""], "", told["Change"], ""]
         for record in sorted(REPORTS.glob("*/compare/*.json")):
-            document = json.loads(record.read_text("utf-8"))
-            if {previous, stage} <= {r["stage"] for r in document["stages"]}:
-                page += [compared(FOLDER, str(record.relative_to(REPORTS))), ""]
+            name = record.relative_to(REPORTS).as_posix()
+            if {previous, stage} <= {r["stage"] for r in figures.record(name)["stages"]}:
+                page += [compared(FOLDER, name), ""]
         for change in diff.changes(source_path(previous), source_path(stage)):
             page += [f"## {change.name}", "", "```diff", *change.unified(), "```", ""]
         pages[REPORTS / "diffs" / f"{previous}-{stage}.md"] = "\n".join(page)

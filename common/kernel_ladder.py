@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import diff, roofline
+from common import diff, figures, roofline
 from common.stage import StageError, import_file, where
 from common.stats import summary
 
@@ -296,44 +296,6 @@ def profile(rungs, shapes, stages) -> None:
             cupy.cuda.profiler.stop()
 
 
-FIGURE = re.compile(r"(\d[\d,]*(?:\.\d+)?)(<!--= (.*?) -->)")
-
-
-def figures(text: str, reports: Path) -> str:
-    """A chapter with each number that carries a formula, as in `2<!--= ms("naive") / ms("tiled") -->`, computed anew.
-
-    The formula reads the records in `reports`: ms, tflops and ratio (to cuBLAS) of a rung at a shape, counter(rung,
-    name), and load(file) for the rest. A number keeps its count of decimals.
-    """
-
-    @functools.cache
-    def load(name):
-        return json.loads((reports / f"{name}.json").read_text())
-
-    def row(stage, *shape, dtype=None):
-        shape = [*shape] * 3 if len(shape) == 1 else [*shape]
-        rows = [r for r in load("ladder")["rows"] if r["stage"] == stage and r["shape"] == shape]
-        return next(r for r in rows if dtype in (None, r["dtype"]))
-
-    scope = {
-        "load": load,
-        "row": row,
-        "ms": lambda stage, *shape, **of: row(stage, *(shape or (4096,)), **of)["ms"]["median"],
-        "tflops": lambda stage, *shape, **of: row(stage, *(shape or (4096,)), **of)["tflops"],
-        "ratio": lambda stage, *shape, to="cublas", **of: row(stage, *shape, **of)["ratio_to_baseline"][to],
-        "counter": lambda stage, name, at=0: [r for r in load("counters")["rows"] if r["stage"] == stage][at][name],
-        "next": next,
-        "sum": sum,
-    }
-
-    def again(match):
-        shown, mark, formula = match.groups()
-        decimals = len(shown.partition(".")[2])
-        return f"{eval(formula, {'__builtins__': {}}, scope):,.{decimals}f}".replace(",", "") + mark
-
-    return FIGURE.sub(again, text)
-
-
 def main(arguments=None) -> int:
     """Check every rung on odd shapes, then measure all; exit 5 where a rung is wrong."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -351,7 +313,7 @@ def main(arguments=None) -> int:
         return 0
     if options.chapters:
         for path in sorted(Path(rungs.__file__).parent.glob("*.md")):
-            path.write_text(figures(path.read_text(), options.chapters))
+            path.write_text(figures.figures(path.read_text(), options.chapters))
         return 0
     with device(rungs).alone():
         record = measured(rungs, options.ladder, options.budget, options.limit)

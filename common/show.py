@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -163,9 +164,15 @@ def two_columns(old: Path, new: Path, change: diff.Change) -> list:
     return [columns]
 
 
-def module(path: Path) -> list:
-    """A stage's whole file, in colour."""
-    return [highlight(path.read_text("utf-8"))]
+def page(path: Path, text: str) -> list:
+    """A chapter laid out, or a stage's whole file in colour."""
+    return [Markdown(text) if path.suffix == ".md" else highlight(text)]
+
+
+def prose(path: Path) -> str:
+    """A chapter without the comments that its source carries, but for those it quotes."""
+    quoted_or_comment = r"(`[^`\n]+`|^ {4}[^\n]*)|^<!--.*?-->\n|<!--.*?-->"
+    return re.sub(quoted_or_comment, lambda match: match[1] or "", path.read_text("utf-8"), flags=re.S | re.M)
 
 
 def run_result(record: dict) -> list:

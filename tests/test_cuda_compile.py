@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import stages
-from common import chapters, cuda, diff, gate, gpu, gpu_ladder, harness, kernel_ladder
+from common import chapters, cuda, diff, figures, gate, gpu, gpu_ladder, harness
 from common.gguf import GGUFError
 from common.model import open_model
 from common.stage import GPU as GPU_STAGES
@@ -334,7 +334,7 @@ def test_a_chapter_quotes_the_code_and_the_records(stage):
     assert re.findall(r"^## (.*)", text, re.M) == PARTS
     assert chapters.filled(text, path) == text
     assert text.count("<!--= ") > 10
-    assert kernel_ladder.figures(text, RECORDS) == text
+    assert figures.figures(text, RECORDS) == text
 
 
 def test_a_cell_names_the_shape_where_it_is_another():

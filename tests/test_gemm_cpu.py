@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import diff
+from common import diff, figures
 from common import kernel_ladder as kl
 from stages import gemm_cpu
 from tests.helpers import ROOT
@@ -145,16 +145,16 @@ def test_a_chapter_has_its_parts_and_quotes_the_record(stage):
     text = path.read_text()
     assert re.findall(r"^## (.*)$", text, re.M) == PARTS
     assert text.count("<details>") == 3
-    assert len(kl.FIGURE.findall(text)) >= 5
-    assert kl.figures(text, REPORTS) == text
+    assert len(figures.FIGURE.findall(text)) >= 5
+    assert figures.figures(text, REPORTS) == text
     assert chapters.filled(text, path) == text
     assert "not run" not in text or stage in ("naive", "contiguous", "tiled")
 
 
 def test_the_overview_quotes_the_record():
     text = (FOLDER / "README.md").read_text()
-    assert len(kl.FIGURE.findall(text)) > 20
-    assert kl.figures(text, REPORTS) == text
+    assert len(figures.FIGURE.findall(text)) > 20
+    assert figures.figures(text, REPORTS) == text
 
 
 def test_pictures_are_those_of_the_code():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common import figures
 from common import kernel_ladder as kl
 
 REPORTS = Path(kl.__file__).parent.parent / "reports" / "nvidia-h200"
@@ -102,8 +103,8 @@ def test_a_chapter_has_its_parts_and_quotes_the_record(ladder, stage):
     text = path.read_text()
     assert re.findall(r"^## (.*)$", text, re.M) == PARTS
     assert text.count("<details>") == 3
-    assert len(kl.FIGURE.findall(text)) >= 5
-    assert kl.figures(text, REPORTS / ladder) == text
+    assert len(figures.FIGURE.findall(text)) >= 5
+    assert figures.figures(text, REPORTS / ladder) == text
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (path.parent / picture).read_text().startswith("<svg")
 
@@ -111,13 +112,13 @@ def test_a_chapter_has_its_parts_and_quotes_the_record(ladder, stage):
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_the_overview_quotes_the_record(ladder):
     text = (Path(LADDERS[ladder].__file__).parent / "README.md").read_text()
-    assert len(kl.FIGURE.findall(text)) > 100
-    assert kl.figures(text, REPORTS / ladder) == text
+    assert len(figures.FIGURE.findall(text)) > 100
+    assert figures.figures(text, REPORTS / ladder) == text
 
 
 def test_a_wrong_figure_is_corrected():
     quoted = '99.9<!--= ms("naive") / ms("coalesced") -->'
-    assert kl.figures(quoted, REPORTS / "gemm") == quoted.replace("99.9", "11.9")
+    assert figures.figures(quoted, REPORTS / "gemm") == quoted.replace("99.9", "11.9")
 
 
 def test_pictures_are_those_of_the_code():
