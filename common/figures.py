@@ -28,7 +28,7 @@ class FigureError(Exception):
 
 
 def folder(path: Path, text: str) -> Path:
-    """Where a chapter's `load` looks first: its ladder's records, on the machine that it names where there are several."""
+    """Where a chapter's `load` looks first: its ladder's records, of the machine that it names if there are several."""
     name = {FOLDER: "llm", ROOT: ""}.get(path.parent, path.parent.name)
     found = sorted(REPORTS.glob(f"*/{name}")) if name else []
     named = [place for place in found if f"{place.relative_to(ROOT)}/" in text]

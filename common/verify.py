@@ -20,11 +20,13 @@ UNIT = r"""(?:
 )(?!\w) | % | ×(?!\s*[\d□A-Z(])"""
 MORE = rf"(?:\s*(?:to|or|–|/)\s*(?:{NUMBER}|{PROVED}))*"  # of 3 to 5 ms, the 3 counts too
 CLAIM = re.compile(rf"(?<![\w.,^-])({NUMBER}){MORE}(?:[ -]|\n\ *)?({UNIT})|factors?\ of\ ({NUMBER})", re.X)
-BITS = re.compile(rf"(?<![\w.])(\d+\.\d+)\s+(bits?)(?!\w)")  # a whole number of bits is a format's, a fraction was computed
+BITS = re.compile(r"(?<![\w.])\d+\.\d+\s+bits?(?!\w)")  # whole ones are a format's, a fraction was computed
 SCALAR = re.compile(r"[1248]\s+bytes?")  # the size of one number
 NAME = re.compile(r"\d+-(?:bytes?|bits?)\b")  # a 32-byte sector: what it is called
 SHAPE = re.compile(r"\d+(?: × \d+)+")
-HEADED = re.compile(r"(?:^|[\s(])(?:[nµm]s|s|[KMGT]B(?:/s)?|bytes|[MGT]FLOP/s|%|×(?!\s*[A-Z])|÷|tokens/s)(?=$|[\s),:;])")
+HEADED = re.compile(
+    r"(?:^|[\s(])(?:[nµm]s|s|[KMGT]B(?:/s)?|bytes|[MGT]FLOP/s|%|×(?!\s*[A-Z])|÷|tokens/s)(?=$|[\s),:;])"
+)
 HIDDEN = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`|<!--.*?-->|(?<=\])\([^)\s]*\)|<[^<>\n]+>", re.S | re.M)
 LITERAL = re.compile(r"[-\d.,e\s]+")
 
@@ -41,7 +43,9 @@ def wrong(text: str, path: Path) -> list[tuple[int, str]]:
         shown, _, formula = match.groups()
         try:
             if LITERAL.fullmatch(formula):
-                found.append((line(text, match), f"{shown} is proved by a number, {formula}: give what it follows from"))
+                found.append(
+                    (line(text, match), f"{shown} is proved by a number, {formula}: give what it follows from")
+                )
             elif (now := computed(shown, formula, names)) != shown:
                 found.append((line(text, match), f"{shown} should be {now}: {formula}"))
         except FigureError as error:
@@ -55,7 +59,9 @@ def stale(text: str, path: Path) -> list[tuple[int, str]]:
     for match in chapters.PART.finditer(text):
         try:
             if chapters.written(match, path) != match[0]:
-                found.append((line(text, match), f"<!-- {match[2]}{match[3]} --> is out of date: `lesson report` writes it"))
+                found.append(
+                    (line(text, match), f"<!-- {match[2]}{match[3]} --> is out of date: `lesson report` writes it")
+                )
         except chapters.ChapterError as error:
             found.append((line(text, match), str(error)))
     return found

@@ -1,4 +1,4 @@
-"""The chapters: every number in them holds or is proved where it stands, what they name exists, and they can be read."""
+"""The chapters: every number in them is proved where it stands and holds, what they name exists, all can be read."""
 
 import re
 
@@ -55,19 +55,23 @@ def test_an_altered_part_is_found(name):
 
 
 @pytest.mark.parametrize("told", [
-    "It takes 3 ms.", "2.4x", "2.4× the stage before", "12 GB/s", "30 % of it", "5 tokens/s", "0.2 s", "ten or 10 times",
+    "It takes 3 ms.", "2.4x", "2.4× the stage before", "12 GB/s", "30 % of it", "5 tokens/s", "0.2 s",
+    "ten or 10 times",
     "from 3 to 5<!--= 2 + 3 --> ms", "20 bytes", "a factor of 8", "a 16 KB tile", "4.5 bits a weight", "a 3-fold gain",
     "1.5 × cuda", "17\nms", "14 FLOP/byte", "3.1 GHz", "1,024 KB", "about 9 seconds",
-    "| shape | ms |\n|---|---:|\n| a | 3.5 |", "| | TFLOP/s at 512 | 1024 |\n|---|---|---|\n| a | 1<!--= 2 - 1 --> | 3 |",
+    "| shape | ms |\n|---|---:|\n| a | 3.5 |",
+    "| | TFLOP/s at 512 | 1024 |\n|---|---|---|\n| a | 1<!--= 2 - 1 --> | 3 |",
 ])  # fmt: skip
 def test_a_number_beside_a_unit_needs_a_proof(told):
     assert len(verify.unproved(told)) == 1
 
 
 @pytest.mark.parametrize("told", [
-    "32 weights", "512 tokens", "576 × 1536", "576 × N", "4 bytes each", "6 bits", "a 32-byte sector", "in 8-bit lanes",
+    "32 weights", "512 tokens", "576 × 1536", "576 × N", "4 bytes each", "6 bits", "a 32-byte sector",
+    "in 8-bit lanes",
     "`--budget 90 s`", "```\n3 ms\n```", "3<!--= 1 + 2 --> ms", "5<!--= 2 + 3 --> to 6<!--= 2 * 3 --> ms", "pp64 ms",
-    "in 2009", "[x](3ms.md)", "| shape | ms |\n|---|---:|\n| 5 × 7 | 3<!--= 1 + 2 --> |", "| T | ms |\n|---|---|\n| 64 | – |",
+    "in 2009", "[x](3ms.md)", "| shape | ms |\n|---|---:|\n| 5 × 7 | 3<!--= 1 + 2 --> |",
+    "| T | ms |\n|---|---|\n| 64 | – |",
     "<!-- costs a.json -->\n3 ms\n<!-- end -->\n",
 ])  # fmt: skip
 def test_a_name_a_size_or_a_proved_number_needs_none(told):
