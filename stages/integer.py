@@ -6,8 +6,9 @@ Was     quantized turns each integer of the file into a float, though only its b
 Change  matmul rounds each 32 activations to integers with a scale of their own. A row of w is taken apart into its
         integers and its scales, and multiplied as they are: d q + m of common/int8.py. A type that has no such form
         (floats, steps from a table) goes the old way.
-Expect  A new token and a prompt gain by the instructions saved: several times over. Rounding activations costs a part
-        in a hundred of each product's size, and the logits a few times that, the same in nature as the file's own.
+Expect  A prompt gains: a row taken apart serves all its tokens, and their products take a quarter of the instructions.
+        A lone token gains little, since taking the row apart is most of its work. Rounding activations costs a part in
+        a hundred of each product's size, and the logits a few times that, the same in nature as the file's own.
 """
 
 import math
