@@ -312,6 +312,88 @@ def quality(
 
 
 @app.command()
+def predict(
+    stage: StageName = None,
+    stage_option: StageOption = None,
+    ttft: Annotated[
+        float | None, typer.Option("--ttft", help="TTFT: how many times as fast as the stage before.")
+    ] = None,
+    ms_per_token: Annotated[float | None, typer.Option("--ms-per-token", help="The same for a token after it.")] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Show first what the course expects.")] = False,
+    model: Model = None,
+    layers: Layers = None,
+    prompt: Prompt = None,
+    ids: Ids = None,
+    shape: Shape = None,
+    n: New = None,
+    context: Context = None,
+    threads: Threads = 1,
+    budget: Budget = 60.0,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Say how much a stage gains on the one before it, then measure: how far off were you, and what decides?"""
+    from common import practice as practising
+    from common.stage import source_path
+
+    name = one(stage, stage_option)
+    source_path(name)
+    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+    said = practising.asked_ratios(name, job, ttft, ms_per_token, estimate)
+    out(as_json, practising.predict(name, job, said, budget, save), practising.scored)
+
+
+@app.command()
+def practice(
+    stage: StageName = None,
+    stage_option: StageOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Begin anew, over what is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write practice/STAGE.py: the stage before it, with what this stage changes left for you to write."""
+    from common import practice as practising
+
+    name = one(stage, stage_option)
+    path = practising.write(name, force)
+    out(as_json, practising.written(name, path), practising.next_steps)
+
+
+PracticeFile = Annotated[
+    str | None, typer.Argument(metavar="FILE", help="A practice file; the one saved last where none is named.")
+]
+
+
+@app.command()
+def check(
+    file: PracticeFile = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only whether it is right, on small models.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Check again after each save.")] = False,
+    model: Model = None,
+    layers: Layers = None,
+    shape: Shape = None,
+    as_json: Json = False,
+) -> None:
+    """Is your practice file right, and fast enough? Exit code 0 where it is both, 5 where not."""
+    from common import check as checking
+
+    flags = {"model": model, "layers": layers, "shape": shape}
+    checking.command(file, flags, quick, watch, as_json, lambda document: out(as_json, document, checking.render))
+
+
+@app.command()
+def hint(
+    file: PracticeFile = None,
+    show_answer: Annotated[bool, typer.Option("--show-answer", help="The course's own code, with every hint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """One more hint to a practice file each time; after the last, the answer itself if you say so."""
+    from common import practice as practising
+
+    path = practising.chosen(file)
+    out(as_json, practising.hint(path, practising.confirmed(path, show_answer)), practising.told)
+
+
+@app.command()
 def profile(
     stage: StageName = None,
     stage_option: StageOption = None,

@@ -3,7 +3,7 @@
 import importlib
 from difflib import get_close_matches
 
-from common import diff, show
+from common import diff, practice, show
 from common.stage import LADDER, StageError, code_path, rungs
 
 
@@ -37,14 +37,19 @@ def entry(name: str) -> dict:
         "title": told[""],
         "idea": told.get("Idea", ""),
         "lines": len(path.read_text("utf-8").splitlines()),
+        "progress": practice.progress()["stages"].get(name, {}),
     }
 
 
 def render(found: dict) -> list:
     rows = show.table("stage", "built on", "lines")
     rows.add_column("the one idea", justify="left")
-    for stage in found["stages"]:
-        rows.add_row(stage["name"], stage["previous"] or "–", str(stage["lines"]), stage["idea"])
+    you = [practice.done(stage["progress"]) for stage in found["stages"]]
+    if any(you):
+        rows.add_column("you", justify="left")
+    for stage, did in zip(found["stages"], you, strict=True):
+        cells = [stage["name"], stage["previous"] or "–", str(stage["lines"]), stage["idea"]]
+        rows.add_row(*cells, *([did] if any(you) else []))
     ladders = show.table("kernel ladder")
     ladders.add_column("", justify="left")
     for ladder in found.get("ladders", []):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from common.stage import code_path
 
-MARKS = ("PREVIOUS", "CHANGES", "FUSED", "PHASES", "ARCHS", "OPERANDS")  # what a stage says of itself, not what it does
+MARKS = ("PREVIOUS", "PRACTICE", "CHANGES", "FUSED", "PHASES", "ARCHS", "OPERANDS")  # what a stage says of itself
 CUDA_FUNCTION = re.compile(
     r"""^(?:extern\ "C"\ |template\ ?<[^>]*>\s*|static\ )*__(?:global|device)__
         (?:[^;{(]|__launch_bounds__\s*\([^)]*\))*?\b(?!__launch_bounds__)(\w+)\s*\(""",

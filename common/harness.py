@@ -39,6 +39,7 @@ class Request:
     budget_s: float | None = None  # stop early once this is spent, but not before two tokens
     stop_ids: list[int] = field(default_factory=list)
     sampler: Sampler = GREEDY
+    warm_ids: list[int] | None = None  # what to warm up on where it must not be the prompt itself; None for the prompt
     rows_file: str | None = None  # where to keep the logits rows that the ids were chosen from, .npy
     logits_file: str | None = None  # where to keep the logits of every prompt position, .npy
 
@@ -131,15 +132,23 @@ def last_words(code: int, errors) -> str:
 # ---- the worker's side -----------------------------------------------------------------------------------------
 
 
-def measure(request: Request, emit: Callable[[int, float], None] = lambda token, ms: None) -> Sample:
-    """Load, warm up and time one generation in this process. Raises what the stage raises, and GGUFError."""
+def measure(
+    request: Request,
+    emit: Callable[[int, float], None] = lambda token, ms: None,
+    begin: Callable[[], None] = lambda: None,
+    stage=None,
+) -> Sample:
+    """Load, warm up and time one generation in this process; begin() is called just before the clock starts.
+
+    stage: the module, where it is loaded already. Raises what the stage raises, and GGUFError.
+    """
     import numpy as np
 
     from common.gpu import settler
     from common.model import open_model
 
     confine(request.threads)
-    stage = load_stage(request.stage)
+    stage = stage or load_stage(request.stage)
     jit_ms, warm_s = (0.0, 0.0) if request.stage in PEERS else compile_all(stage, request)
     settle = settler(stage)
 
@@ -160,6 +169,7 @@ def measure(request: Request, emit: Callable[[int, float], None] = lambda token,
     ids, rows, times_ms = [], [], []
     tokens = stage.generate(model, request.ids, n, *choosing(request))
     before = faults()
+    begin()
     while len(ids) < n:
         started = time.perf_counter()
         pair = next(tokens, None)
@@ -207,7 +217,7 @@ def compile_all(stage, request: Request) -> tuple[float, float]:
         model = stage.load(gguf, min(gguf.config.context, 2 * WARM_IDS), request.threads)
         settle()
         loaded = time.perf_counter()
-        for _ in stage.generate(model, request.ids[:WARM_IDS], 2, *choosing(request)):
+        for _ in stage.generate(model, (request.warm_ids or request.ids)[:WARM_IDS], 2, *choosing(request)):
             pass
         settle()
         finished = time.perf_counter()
@@ -222,8 +232,8 @@ def warm_up(stage, model, request: Request, n: int, guess_s: float) -> None:
     """
     from common.gpu import settler
 
-    settle = settler(stage)
-    for ids, new, short_s in ((request.ids[:WARM_IDS], min(2, n), 10 * SHORT_S), (request.ids, n, SHORT_S)):
+    settle, warm = settler(stage), request.warm_ids or request.ids
+    for ids, new, short_s in ((warm[:WARM_IDS], min(2, n), 10 * SHORT_S), (warm, n, SHORT_S)):
         if guess_s * (len(request.ids) + n) / WARM_IDS > short_s:
             return
         started = time.perf_counter()
@@ -265,7 +275,7 @@ def serve() -> None:
         answers.write(json.dumps(event) + "\n")
         answers.flush()
 
-    def tell(token: int, ms: float) -> None:
+    def tell(token: int | None, ms: float) -> None:
         say({"token": token, "ms": ms})
 
     message = json.loads(line)
@@ -292,6 +302,19 @@ def serve() -> None:
             from common.cold import cold_run
 
             say({"cold": cold_run(request)})
+        elif message["do"] == "examine":
+            from common.check import examine
+
+            say(examine(request, message["models"], tell))
+        elif message["do"] == "examine_kernel":
+            from common.check import examine_kernel
+
+            rung = (message["ladder_stage"], request.stage, message["shape"], message["odd"], message["seeds"])
+            say(examine_kernel(*rung, tell))
+        elif message["do"] == "compile":
+            from common.check import compiles
+
+            say(compiles(request.stage))
         else:
             say({"sample": asdict(measure(request, tell))})
     except Exception as error:  # a reader's stage may raise anything
@@ -304,7 +327,7 @@ def serve() -> None:
 def explain(error: Exception, stage: str) -> tuple[str, int]:
     """One sentence and an exit code for what went wrong in a worker."""
     from common.gguf import GGUFError
-    from common.stage import source_path
+    from common.stage import code_path
 
     if isinstance(error, GGUFError):
         return str(error), 3
@@ -316,7 +339,7 @@ def explain(error: Exception, stage: str) -> tuple[str, int]:
         return f"{stage} is wrong: {error}", 5
     if stage in PEERS:
         return f"{stage}: {type(error).__name__}: {error}", 1
-    path = source_path(stage)
+    path = code_path(stage)
     said = "".join(f": {line}" for line in str(error).splitlines()[:1])
     return f"{path.name}: {where(error, path)}{type(error).__name__}{said}", 1
 

@@ -26,9 +26,14 @@ def folder(save: str | None = None) -> Path:
         return Path(save)
     if (ROOT / ".git").exists():
         return ROOT / "reports"
+    return data_root() / "reports"
+
+
+def data_root() -> Path:
+    """The user's data folder for this course; LESSON_DATA moves it."""
     import platformdirs
 
-    return Path(platformdirs.user_data_dir("lesson")) / "reports"
+    return Path(os.environ.get("LESSON_DATA") or platformdirs.user_data_dir("lesson"))
 
 
 def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | None, expected, machine) -> dict:
@@ -138,14 +143,22 @@ class RecordError(Exception):
 def save(record: dict, path: Path) -> Path:
     """Write a record whole or not at all. Raises RecordError."""
     writable(path.parent)
+    try:
+        return write(json.dumps(record, indent=1, allow_nan=False) + "\n", path)
+    except OSError as error:
+        raise refused(path.parent, error.strerror) from None
+
+
+def write(text: str, path: Path) -> Path:
+    """Write a file whole or not at all. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
+        partial.write_text(text, "utf-8")
         partial.replace(path)
-    except OSError as error:
+    except OSError:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise refused(path.parent, error.strerror) from None
+        raise
     return path
 
 

@@ -203,8 +203,11 @@ def ridge(machine: Machine, nbytes: int, threads: int = 1, kind: str = "float32"
 
 
 def bytes_read(stage: str, gguf) -> dict[str, int]:
-    """Bytes of each matmul's weights as this stage holds them: float32, or the file's blocks."""
-    return float_bytes(gguf.config) if modelled(stage) in FLOAT else file_bytes(gguf.weights)
+    """Bytes of each matmul's weights as this stage holds them: float32, or the file's blocks.
+
+    A reader's own file may hold them either way, whatever it started from: it counts the fewer bytes.
+    """
+    return float_bytes(gguf.config) if stage in FLOAT else file_bytes(gguf.weights)
 
 
 def bound_ms(w: Work, machine: Machine, threads: int = 1, kind: str = "float32") -> float:

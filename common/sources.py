@@ -321,6 +321,7 @@ SHAPED = {
     "tinyllama-shape": ("tinyllama", "q4_k_m"),
     "smollm2-shape": ("smollm2", "q4_1"),
     "tiny": ("tiny", "q4_k_m"),
+    "odd": ("odd", "f32"),
 }
 
 

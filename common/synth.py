@@ -41,8 +41,10 @@ SHAPES = {
     "smollm2": Shape(30, 576, 1536, 9, 3, 49152, 8192, 1e5, True, "gpt2"),
     # D a multiple of 256, so that every type of block fits
     "tiny": Shape(2, 256, 512, 4, 2, 512, 1024, 1e4, False, "llama"),
+    # F and V are multiples of nothing that a tile or a register holds
+    "odd": Shape(3, 192, 141, 3, 1, 517, 1024, 1e4, False, "llama"),
 }
-HEAD = 64  # values a head, in all three
+HEAD = 64  # values a head, in all of them
 
 # name -> (type of most matrices, llama.cpp's number for such a file)
 QUANTS = {

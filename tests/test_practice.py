@@ -1,0 +1,465 @@
+"""Learning by doing: what is handed out, what passes, and that no shortcut does."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common import check, compare, diff, practice, records, show
+from common.job import UsageError, prepare
+from common.stage import LADDER, code_path, import_file, rungs
+from tests.helpers import lesson, one_sentence
+
+STEPS = [name for name in (*LADDER, *rungs()) if diff.constant(code_path(name), "PREVIOUS")]
+GPU = {name for name in STEPS if re.search(r"import (cupy|triton)\b|common\.cuda", code_path(name).read_text())}
+CPU = [name for name in STEPS if name not in GPU]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Each test in a folder of its own, with a reader of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LESSON_DATA", str(tmp_path / "data"))
+    return tmp_path
+
+
+def definitions(stage):
+    return diff.definitions(code_path(stage).read_text())
+
+
+def pasted(stage: str) -> Path:
+    """The practice file of a stage with the course's own definitions where the stubs stood."""
+    text, new = practice.exercise(stage), definitions(stage)
+    have = diff.definitions(text)
+    missing = [d.text for name, d in new.items() if name not in have and "." not in name]
+    for name in diff.constant(code_path(stage), "CHANGES"):
+        if name not in have or name not in new:
+            continue
+        inside = [new[n].text for n in new if "." in n and n not in have] if "." in name else missing
+        text = text.replace(have[name].text, "\n\n".join([*inside, new[name].text]), 1)
+        have |= {n: d for n, d in new.items() if d.text in inside}
+        missing = missing if "." in name else []
+    return put(stage, text)
+
+
+def put(stage: str, text: str) -> Path:
+    path = Path("practice") / f"{stage.replace('/', '_')}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# ---- what is handed out ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_an_exercise_is_the_stage_before_with_the_changes_left_out(stage):
+    path = put(stage, practice.exercise(stage))
+    old, new, have = definitions(practice.previous(stage)), definitions(stage), diff.definitions(path.read_text())
+    asked = diff.constant(code_path(stage), "CHANGES")
+    for name, d in have.items():
+        same = name in old and d.text == old[name].text
+        brought = name in new and d.text == new[name].text and name not in asked
+        assert same or brought or name in asked, name
+    functions = [name for name in asked if name in new and not practice.is_constant(new[name])]
+    functions = [name for name in functions if not new[name].text.startswith("class ") and name != "SOURCE"]
+    assert set(practice.empty(path.read_text())) == set(functions)
+    for name in functions:
+        body = [line for line in new[name].text.splitlines() if re.match(r"\s+(return|for|while|if)\b", line)]
+        assert not any(line in have[name].text for line in body if len(line) > 24), name
+    assert diff.constant(path, "PRACTICE") == stage
+    assert max(map(len, path.read_text().splitlines())) <= 120
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_an_exercise_keeps_its_change_for_the_hints(stage):
+    told = diff.docstring(put(stage, practice.exercise(stage)))
+    assert "Change" not in told
+    assert {"Idea", "Was", "Expect"} <= set(told)
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_an_exercise_can_be_imported(stage):
+    module = import_file(put(stage, practice.exercise(stage)).resolve())
+    assert stage == module.PRACTICE
+
+
+@pytest.mark.parametrize("stage", sorted(GPU))
+def test_an_exercise_on_a_gpu_compiles_once_it_is_written(stage):
+    assert check.compiles(str(pasted(stage).resolve()))["fault"] is None
+
+
+def test_a_kernel_that_does_not_compile_is_told():
+    path = pasted("gemm/tiled")
+    path.write_text(path.read_text().replace("float sum = 0;", "float sum = nothing;"))
+    with pytest.raises(check.CheckError, match="does not compile: .*nothing"):
+        check.check(path, {})
+
+
+def test_without_a_gpu_a_kernel_is_compiled_and_said_not_to_run():
+    done = lesson("check", pasted("gemm/tiled"))
+    assert done.returncode == 4
+    assert "compiles for sm_75, sm_80, sm_90, but can't be run here" in done.stderr.decode()
+    assert len(done.stderr.decode().splitlines()) == 1
+
+
+def test_what_was_written_is_not_overwritten():
+    assert lesson("practice", "tiling").returncode == 0
+    path = Path("practice/tiling.py")
+    path.write_text("mine")
+    done = lesson("practice", "tiling")
+    assert done.returncode == 2
+    assert "--force" in one_sentence(done)
+    assert path.read_text() == "mine"
+    assert lesson("practice", "tiling", "--force").returncode == 0
+    assert path.read_text() == practice.exercise("tiling")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("practice", "naive"), "naive has no stage before it to start from: begin with tiling"),
+        (("practice", "gemm/naive"), "begin with gemm/coalesced"),
+        (("practice", "tilling"), "did you mean tiling?"),
+        (("check",), "no file in practice/"),
+        (("hint",), "no file in practice/"),
+        (("check", "simd"), "no file simd: `lesson practice simd` writes one"),
+        (("check", "./mine.py"), "no line PRACTICE"),
+        (("check", "--watch", "--json", "practice/a.py"), "no file practice/a.py"),
+        (("predict", "tiling", "--ttft", "0", "-m", "tiny"), "a ratio is a number above 0"),
+        (("predict", "tiling", "--ttft", "2", "-m", "tiny", "-n", "2"), "--ttft 2.5 --ms-per-token 3"),
+        (("predict", "naive", "--ttft", "2", "--ms-per-token", "2", "-m", "tiny"), "no stage before it"),
+        (("predict", "gemm/tiled", "--ttft", "2"), "runs no model"),
+    ],
+)
+def test_refused_in_one_sentence(words, told):
+    Path("mine.py").write_text("PREVIOUS = 1\n")
+    done = lesson(*words)
+    assert told in one_sentence(done)
+    assert done.returncode == 2
+
+
+# ---- hints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_hints_come_from_the_stage_and_hold_no_answer(stage):
+    found = practice.hints(stage)
+    assert found
+    assert all(found)
+    told = " ".join(diff.docstring(code_path(stage))["Change"].split())
+    assert found[0] in told
+
+
+def test_one_more_hint_each_time_and_the_answer_last():
+    practice.write("tiling")
+    every = practice.hints("tiling")
+    for i in range(1, len(every) + 2):
+        document = json.loads(lesson("hint", "--json").stdout)
+        assert document["hints"] == every[: min(i, len(every))]
+        assert document["answer"] is None
+    (answer,) = json.loads(lesson("hint", "--show-answer", "--json").stdout)["answer"][-1:]
+    assert answer["name"] == "matmul"
+    assert practice.progress()["stages"]["tiling"]["answer"]
+    practice.write("tiling", force=True)
+    assert len(json.loads(lesson("hint", "--json").stdout)["hints"]) == 1
+
+
+# ---- what passes -------------------------------------------------------------------------------------------------
+
+FAST = {"previous": 100.0, "yours": 50.0, "course": 40.0}
+
+
+def timing(**ms):
+    """A race whose times are known."""
+
+    def race(work, flags, say):
+        each = {work.previous: ms["previous"], work.name: ms["yours"], work.stage: ms["course"]}
+        return check.Race({name: [t] for name, t in each.items()}, "ttft_ms", "nowhere", lambda ms: "near nothing")
+
+    return race
+
+
+@pytest.mark.parametrize("stage", CPU)
+def test_a_stages_own_definitions_pass(stage):
+    said = []
+    document = check.check(pasted(stage), {}, True, said.append, timing(**FAST))
+    assert document["verdict"] == "pass"
+    assert document["ratio"] == 2
+    assert practice.progress()["stages"][stage]["practised"]["sha256"] == document["sha256"]
+    asked = diff.constant(code_path(stage), "CHANGES")
+    assert {d["name"] for d in document["yours"]} >= set(asked) - {"SOURCE"}
+    assert all(name in said[0] for name in asked)
+    assert document["sha256"][:12] in said[0]
+
+
+def test_the_code_before_it_is_right_but_not_fast_enough():
+    path = tiling(NAIVE)
+    with pytest.raises(check.CheckError, match="right, but not fast enough") as told:
+        check.check(path, {}, timing=timing(previous=100.0, yours=90.0, course=50.0))
+    assert told.value.verdict == "slow"
+    assert "near nothing" in str(told.value)
+    assert "70.7 would do" in str(told.value)
+    assert "tiling" not in practice.progress()["stages"]
+
+
+@pytest.mark.parametrize(("before", "course", "limit"), [(100, 25, 50), (100, 99, 123.75), (50, 100, 125)])
+def test_fast_enough(before, course, limit):
+    """Half of the gain as a ratio; where there is next to none, a quarter more than the course's time."""
+    assert check.limit_ms(before, course) == pytest.approx(limit)
+
+
+def test_a_real_race(tiny):
+    """The whole way with the clock running; on so small a model any verdict on time will do."""
+    done = lesson("check", pasted("kv_cache"), "-m", tiny, "--shape", "pp4", "--json")
+    if done.returncode:
+        assert "not fast enough on" in one_sentence(done)
+        return
+    document = json.loads(done.stdout)
+    assert (document["verdict"], document["metric"]) == ("pass", "ms_per_token")
+    assert set(document["ms"]) == {"previous", "yours", "course"}
+
+
+# ---- what does not pass ------------------------------------------------------------------------------------------
+
+NAIVE = diff.definitions(code_path("naive").read_text())["matmul"].text
+
+
+def tiling(matmul: str, *edits: tuple[str, str]) -> Path:
+    """A practice file of tiling with this matmul, and other edits."""
+    text = practice.exercise("tiling")
+    text = text.replace(diff.definitions(text)["matmul"].text, matmul)
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return put("tiling", text)
+
+
+def product(expression: str) -> str:
+    return f"def matmul(x, w):\n    return {expression}"
+
+
+def importing(line: str) -> str:
+    return f"{line}\n\n\n{NAIVE}"
+
+
+OWN_KERNEL = "calls NumPy's BLAS, where matmul has to be a kernel of your own"
+LOOKED = {  # a shortcut that shows in the text: (matmul, what is said of it)
+    "the course's stage": (importing("from stages import tiling"), "imports stages, the course's own"),
+    "its matmul": (importing("from stages.tiling import matmul as m"), "imports stages.tiling, the course's own"),
+    "a loader": (importing("import importlib"), "imports importlib, which tiling has no need of"),
+    "the loader of stages": (importing("from common.stage import load_stage"), "imports common.stage"),
+    "the oracle": (importing("from common import reference"), "imports common,"),
+    "sys.modules": (importing("import sys"), "imports sys"),
+    "the clock": (importing("import time"), "imports time"),
+    "scipy": (importing("import scipy.linalg.blas"), "imports scipy.linalg.blas"),
+    "exec": (product("exec('x')"), "exec can run or change code"),
+    "np.dot": (product("np.dot(x, w)"), f".dot {OWN_KERNEL}"),
+    "x.dot": (product("x.dot(w)"), f".dot {OWN_KERNEL}"),
+    "@": (product("x @ w"), f"@ {OWN_KERNEL}"),
+    "einsum": (product("np.einsum('tk,kn->tn', x, w)"), f".einsum {OWN_KERNEL}"),
+    "linalg": (product("np.linalg.multi_dot((x, w))"), f"{OWN_KERNEL}"),
+    "dot by name": (importing("from numpy import dot as product"), f"that import {OWN_KERNEL}"),
+    "the machinery": (product("np.__dict__['dot'](x, w)"), ".__dict__ reaches into"),
+}
+
+
+@pytest.mark.parametrize("what", LOOKED)
+def test_a_shortcut_in_the_text_is_named(what):
+    matmul, told = LOOKED[what]
+    path = tiling(matmul)
+    with pytest.raises(check.CheckError, match=re.escape(told)) as found:
+        check.check(path, {}, timing=timing(**FAST))
+    assert found.value.verdict == "unfair"
+    assert re.match(r"practice/tiling\.py, line \d+: ", str(found.value))
+
+
+@pytest.mark.parametrize("stage", CPU)
+def test_the_courses_own_text_has_no_shortcut(stage):
+    check.look(check.read(pasted(stage)))
+
+
+GENERATE = "def generate(model, ids, n, choose=argmax):"
+ANSWERS_BY_PROMPT = (
+    GENERATE,
+    """KNOWN = {}
+
+
+def generate(model, ids, n, choose=argmax):
+    key = (*ids, n, model.config.L, model.config.V)
+    if key not in KNOWN:
+        KNOWN[key] = list(afresh(model, ids, n, choose))
+    yield from KNOWN[key]
+
+
+def afresh(model, ids, n, choose=argmax):""",
+)
+REMEMBERING = (
+    NAIVE.replace("def matmul", "def slow")
+    + """
+
+
+KNOWN = {}
+
+
+def matmul(x, w):
+    key = KEY
+    if key not in KNOWN:
+        KNOWN[key] = slow(x, w)
+    return KNOWN[key]"""
+)
+BY_INPUT = REMEMBERING.replace("KEY", "(x.tobytes(), w[:2].tobytes(), w.shape)")
+BY_IDENTITY = REMEMBERING.replace("KEY", "(x.shape, w.shape, id(w))")
+SLOW_CLOCK = "real = time.perf_counter\ntime.perf_counter = lambda: real() / 100"
+LATER = """class Later(int):
+    def __int__(self):
+        import time
+
+        time.sleep(0.2)
+        return 0 + self
+
+
+"""
+WHILE_WARM = """TIMES = []
+
+
+def generate(model, ids, n, choose=argmax):
+    TIMES.append(ids)
+    if len(TIMES) > 4:
+        yield from [(0, np.zeros(model.config.V, np.float32))] * n
+        return"""
+COURSE = "import importlib\nmatmul = importlib.import_module('stages.tiling').matmul"
+COURSE_FILE = "from common.stage import FOLDER, import_file\nmatmul = import_file(FOLDER / 'tiling.py').matmul"
+RUN = {  # a shortcut as it runs, the look at the text left out: (matmul, edits, what is said of it)
+    "a constant": (product("np.ones((len(x), w.shape[1]), np.float32)"), (), "is wrong: .* layer 0, matmul"),
+    "constant logits": (NAIVE, [("return matmul(hidden", "return 1 + 0 * matmul(hidden")], "is wrong: .* logits"),
+    "answers by prompt": (NAIVE, [ANSWERS_BY_PROMPT], "remembers outputs instead of computing them"),
+    "answers by input": (BY_INPUT, (), "remembers outputs instead of computing them"),
+    "answers by identity": (BY_IDENTITY, (), "is wrong|remembers outputs"),
+    "the course's stage": (COURSE, (), "the course's own came in: stages"),
+    "its file": (
+        COURSE_FILE,
+        (),
+        "the course's own came in: stages|the matmul that ran is not the one in",
+    ),
+    "a swapped module": (importing("import sys\nsys.modules['common.gate'] = np"), (), "replaced .*: common.gate"),
+    "a swapped function": (
+        importing("import sys\nsys.modules['common.reference'].nmse = lambda *_: 0"),
+        (),
+        "replaced by another: common.reference.nmse",
+    ),
+    "a patched clock": (importing(f"import time\n{SLOW_CLOCK}"), (), "replaced by another: time.perf_counter"),
+    "work while the clock stands": (
+        NAIVE,
+        [(GENERATE, LATER + GENERATE), ("yield ids[-1], row", "yield Later(ids[-1]), row")],
+        "by the clock of its process and",
+    ),
+    "skipped layers": (NAIVE, [("in weights.layers:", "in weights.layers[:1]:")], "is wrong: .*layer 1: it never runs"),
+    "skipped tokens": (NAIVE, [("forward(model, ids, 0)", "forward(model, ids[-8:], 0)")], "is wrong: .*how generate"),
+    "work while it warms up alone": (NAIVE, [(GENERATE, WHILE_WARM)], "is wrong"),
+}
+
+
+@pytest.mark.parametrize("what", RUN)
+def test_a_shortcut_that_runs_is_named(what, monkeypatch):
+    monkeypatch.setattr(check, "look", lambda work: None)
+    matmul, edits, told = RUN[what]
+    path = tiling(matmul, *edits)
+    with pytest.raises(check.CheckError, match=told):
+        check.check(path, {}, timing=timing(**FAST))
+
+
+def test_a_kernel_that_remembers_or_is_wrong_is_named():
+    path = pasted("gemm_cpu/tiled")
+    path.write_text(path.read_text().replace("total += x[m, k] * w[k, n]", "total += x[m, k] * w[k, max(n, 1)]"))
+    with pytest.raises(check.CheckError, match=r"is wrong at \d+x\d+x\d+ .*row \d+, column 0 is off by"):
+        check.check(path, {}, timing=timing(**FAST))
+
+
+def test_a_kernel_is_timed_on_new_numbers_each_time():
+    said = []
+    words = {"shape": "64"}
+    try:
+        document = check.check(pasted("gemm_cpu/tiled"), words, True, said.append)
+        assert (document["metric"], document["on"]) == ("ms", "M x N x K = 64 x 64 x 64")
+    except check.CheckError as slow:
+        assert slow.verdict == "slow"
+    assert sum("new random operands" in text for text in said) == check.ROUNDS
+
+
+def test_what_is_still_empty_is_named():
+    practice.write("kv_cache")
+    done = lesson("check")
+    assert done.returncode == 5
+    assert re.search(r"practice/kv_cache\.py, line \d+: load is still empty", done.stderr.decode())
+
+
+def test_an_error_in_the_file_is_told_with_its_line():
+    done = lesson(
+        "check",
+        tiling(
+            "def matmul(x, w):\n    return missing",
+        ),
+    )
+    assert done.returncode == 1
+    assert re.search(r"tiling\.py: line \d+: NameError", done.stderr.decode())
+    done = lesson("check", put("tiling", "PRACTICE = 'tiling'\ndef matmul(:\n"))
+    assert done.returncode == 1
+    assert "tiling.py: line 2: SyntaxError" in one_sentence(done)
+
+
+# ---- predictions and progress --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Comparisons that saw tiling 2 times as fast on TTFT and 4 times on ms/token."""
+    ttft = {"metric": "ttft_ms", "ratio": 2.0, "expected_ratio": 1.8, "verdict": "faster"}
+    pairs = [ttft, {"metric": "ms_per_token", "ratio": 4.0, "expected_ratio": None, "verdict": "faster"}]
+    document = {"pairs": pairs, "stages": [{}, {"expect": {"reason": "loads decide: 1 ns"}}], "why": "For a reason."}
+    monkeypatch.setattr(compare, "compare", lambda names, *_: document | {"names": names})
+
+
+def test_a_prediction_is_scored_and_kept(compared, tiny):
+    job = prepare(str(tiny), ids="1,2")
+    document = practice.predict("tiling", job, {"ttft_ms": 3.0, "ms_per_token": 2.0}, 1.0)
+    assert [row["factor"] for row in document["rows"]] == pytest.approx([1.5, 2.0])
+    assert document["rows"][0]["expected_factor"] == pytest.approx(2 / 1.8)
+    kept = practice.progress()["stages"]["tiling"]["predicted"]
+    assert kept == {"ttft_ms": {"predicted": 3.0, "saw": 2.0}, "ms_per_token": {"predicted": 2.0, "saw": 4.0}}
+    told = shown(practice.scored(document))
+    assert "What decides: loads decide: 1 ns." in told
+    assert "1.50×" in told
+
+
+def test_progress_is_listed(compared, tiny):
+    assert "predicted" not in lesson("list").stdout.decode()
+    practice.predict("tiling", prepare(str(tiny), ids="1,2"), {"ttft_ms": 3.0, "ms_per_token": None}, 1.0)
+    practice.note("simd", practised={"sha256": "a", "ratio": 8.0, "course": 9.0, "metric": "ttft_ms"})
+    told = lesson("list").stdout.decode()
+    assert "predicted" in told
+    assert "practised" in told
+    stages = {stage["name"]: stage for stage in json.loads(lesson("list", "--json").stdout)["stages"]}
+    assert stages["simd"]["progress"]["practised"]["ratio"] == 8.0
+    assert stages["naive"]["progress"] == {}
+
+
+def test_progress_that_cannot_be_read_is_not_overwritten():
+    practice.note("tiling", hints=1)
+    practice.progress_file().write_text("{")
+    with pytest.raises(records.RecordError, match="move it away"):
+        practice.note("tiling", hints=2)
+    assert practice.progress_file().read_text() == "{"
+
+
+def test_questions_need_a_terminal_or_flags(tiny):
+    with pytest.raises(UsageError, match="--ttft"):
+        practice.asked_ratios("tiling", prepare(str(tiny), ids="1,2"), None, None, False)
+
+
+def shown(pieces) -> str:
+    with (page := show.console()).capture() as caught:
+        for piece in pieces:
+            page.print(piece)
+    return caught.get()
