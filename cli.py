@@ -240,9 +240,10 @@ def read(
     stage_option: StageOption = None,
 ) -> None:
     """Print a stage's module, or a general chapter."""
-    from common import chapters, show
+    from common import show
+    from common.stage import readable
 
-    path = chapters.page(one(stage, stage_option))
+    path = readable(one(stage, stage_option))
     text = show.prose(path) if path.suffix == ".md" else path.read_text("utf-8")
     if sys.stdout.isatty():
         paint(show.page(path, text))

@@ -5,14 +5,12 @@ module, and a table cannot say what no record says. Numbers in the text between 
 """
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
 from common import catalog, diff, figures, pictures, show
 from common.figures import REPORTS, ROOT
-from common.stage import FOLDER, LADDER, StageError, code_path, source_path
+from common.stage import FOLDER, GENERAL, LADDER, source_path
 
-GENERAL = ROOT / "chapters"
 PART = re.compile(r"(<!-- (\w+)((?: [^\s>]+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -25,18 +23,6 @@ class ChapterError(Exception):
 def files() -> list[Path]:
     """README, the general chapters, and those beside the stages."""
     return [ROOT / "README.md", *sorted(GENERAL.glob("*.md")), *sorted(FOLDER.rglob("*.md"))]
-
-
-def page(name: str) -> Path:
-    """What `lesson read` shows: a general chapter, or the code of a stage, a rung or a peer. Raises StageError."""
-    if (path := GENERAL / f"{name}.md") in files():
-        return path
-    try:
-        return code_path(name)
-    except StageError as error:
-        if near := get_close_matches(name, [path.stem for path in files() if path.parent == GENERAL], n=1):
-            raise StageError(f"unknown chapter {name!r}: did you mean {near[0]}?") from error
-        raise
 
 
 def refresh() -> list[Path]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 FOLDER = Path(__file__).parent.parent / "stages"
+GENERAL = FOLDER.parent / "chapters"  # what belongs to no stage
 OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "softmax", "argmax")
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
@@ -134,6 +135,19 @@ def code_path(name: str) -> Path:
     if name in PEERS:
         return FOLDER.parent.joinpath(*PEERS[name][0].split(".")).with_suffix(".py")
     return FOLDER / f"{name}.py" if name in rungs() else source_path(name)
+
+
+def readable(name: str) -> Path:
+    """A general chapter, or the code of a stage, a rung or a peer. Raises StageError with the nearest of all names."""
+    chapters = {path.stem: path for path in GENERAL.glob("*.md")}
+    if name in chapters:
+        return chapters[name]
+    try:
+        return code_path(name)
+    except StageError as error:
+        if near := get_close_matches(name, chapters, n=1):
+            raise StageError(f"unknown chapter {name!r}: did you mean {near[0]}?") from error
+        raise
 
 
 def require(name: str) -> None:

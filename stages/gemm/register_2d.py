@@ -15,7 +15,7 @@ PREVIOUS = "coarsened"
 CHANGES = ("TILE", "OPTIONS", "SOURCE", "SOURCE.matmul", "matmul")
 ARCHS = ("sm_75", "sm_80", "sm_90")
 
-TILE = 128  # outputs on a block's side: 64 FLOP for each byte it loads
+TILE = 128  # outputs on a block's side: 32 FLOP for each byte it loads
 TILE_K = 16  # k's a tile: two tiles take 16 KB of shared memory
 THREAD = 8  # outputs on a thread's side: 64 sums leave half of 128 registers for the rest
 OPTIONS = (f"-DTILE={TILE}", f"-DTILE_K={TILE_K}", f"-DTHREAD={THREAD}")

@@ -15,7 +15,7 @@ PREVIOUS = "register_2d"
 CHANGES = ("TILE_K", "SOURCE", "SOURCE.vector", "SOURCE.matmul", "matmul")
 ARCHS = ("sm_75", "sm_80", "sm_90")
 
-TILE = 128  # outputs on a block's side: 64 FLOP for each byte it loads
+TILE = 128  # outputs on a block's side: 32 FLOP for each byte it loads
 TILE_K = 8  # k's a tile: two buffers of both tiles take 16 KB, and the next tile 8 registers a thread
 THREAD = 8  # outputs on a thread's side: 64 sums leave half of 128 registers for the rest
 OPTIONS = (f"-DTILE={TILE}", f"-DTILE_K={TILE_K}", f"-DTHREAD={THREAD}")
