@@ -34,12 +34,17 @@ def refresh() -> list[Path]:
         if new != old:
             path.write_text(new, "utf-8")
             changed.append(path)
-    for path, text in {**diffs(), **pictures.drawn()}.items():
-        if not path.exists() or path.read_text("utf-8") != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
-            changed.append(path)
+    for path, text in outdated():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+        changed.append(path)
     return changed
+
+
+def outdated() -> list[tuple[Path, str]]:
+    """The pages and pictures that are written as a whole and stand otherwise, with what they should be."""
+    pages = {**diffs(), **pictures.drawn()}
+    return [(path, text) for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
 
 
 def filled(text: str, path: Path) -> str:

@@ -33,10 +33,22 @@ def test_every_number_holds(name):
     assert verify.problems(text(name), chapters.ROOT / name) == []
 
 
+def test_pages_and_pictures_are_what_code_and_records_say(monkeypatch):
+    assert [path.name for path, _ in chapters.outdated()] == []
+    path, text = next(iter(chapters.diffs().items()))
+    monkeypatch.setattr(chapters, "diffs", lambda: {path: text + "more"})
+    assert [path for path, _ in chapters.outdated()] == [path]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_number_altered_by_a_fifth_is_found(name):
     wrong = figures.FIGURE.sub(lambda match: altered(match[1]) + match[2], text(name))
     assert len(verify.wrong(wrong, chapters.ROOT / name)) == len(figures.FIGURE.findall(wrong))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if figures.FIGURE.search(text(name))])
+def test_a_proof_taken_away_is_missed(name):
+    assert verify.unproved(figures.FIGURE.sub(r"\1", text(name)))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -101,6 +113,7 @@ def test_a_number_keeps_its_decimals_and_commas():
 def test_the_command_ends_with_1_and_names_the_line(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     monkeypatch.setattr(chapters, "files", lambda: [page])
+    monkeypatch.setattr(chapters, "outdated", list)
     monkeypatch.setattr(verify, "ROOT", tmp_path)
     page.write_text("fine\n\nIt takes 3 ms.\n")
     found = CliRunner().invoke(cli.app, ["verify"])
