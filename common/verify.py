@@ -1,7 +1,8 @@
 """`lesson verify`: every number beside a unit, and every ratio, is either proved where it stands or found here.
 
 A number is proved by the formula behind it (common/figures.py), or stands in a part that code and records write
-(common/chapters.py). What is compared is the text: as many decimals as are shown.
+(common/chapters.py). Equations between plain numbers are computed as they stand. What is compared is the text: as many
+decimals as are shown. Numbers written as words go unseen.
 """
 
 import re
@@ -28,12 +29,17 @@ HEADED = re.compile(
     r"(?:^|[\s(])(?:[nµm]s|s|[KMGT]B(?:/s)?|bytes|[MGT]FLOP/s|%|×(?!\s*[A-Z])|÷|tokens/s)(?=$|[\s),:;])"
 )
 HIDDEN = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`|<!--.*?-->|(?<=\])\([^)\s]*\)|<[^<>\n]+>", re.S | re.M)
+SUM = re.compile(  # 2 + 2 + 16 = 20, in prose or set apart
+    rf"(?<![\w.,·÷×/+−*^-])(?<![\w·÷×/+−*-]\ )((?:\(|−)*{NUMBER}(?:[ ()]*[+−·÷×/][ ()−]*{NUMBER}|\))+)\ =\ ({NUMBER})"
+    r"(?![\d.,]*\ ?[·÷×*/])"
+)
+SIGNS = str.maketrans({"·": "*", "÷": "/", "×": "*", "−": "-", ",": ""})
 LITERAL = re.compile(r"[-\d.,e\s]+")
 
 
 def problems(text: str, path: Path) -> list[tuple[int, str]]:
     """(line, sentence) for each number of a file that doesn't hold or has no proof, in order."""
-    return sorted([*wrong(text, path), *stale(text, path), *unproved(text)])
+    return sorted([*wrong(text, path), *stale(text, path), *unproved(text), *sums(text)])
 
 
 def wrong(text: str, path: Path) -> list[tuple[int, str]]:
@@ -78,6 +84,20 @@ def unproved(text: str) -> list[tuple[int, str]]:
         if not SCALAR.fullmatch(told) and not NAME.match(told):
             found.append((line(plain, match), f"{told} has no proof: write its formula behind it, <!--= … -->"))
     return found + cells(plain)
+
+
+def sums(text: str) -> list[tuple[int, str]]:
+    """The equations between numbers that are none, to the decimals shown."""
+    plain = HIDDEN.sub(blank, FIGURE.sub(r"\1", chapters.PART.sub(blank, text)))
+    found = []
+    for match in SUM.finditer(plain):
+        try:
+            now = computed(match[2], match[1].translate(SIGNS), {})
+        except FigureError:
+            now = "no number"
+        if now != match[2]:
+            found.append((line(plain, match), f"{match[0]} is wrong: {now}"))
+    return found
 
 
 def cells(plain: str) -> list[tuple[int, str]]:

@@ -96,6 +96,7 @@ def test_a_name_a_size_or_a_proved_number_needs_none(told):
     ("3<!--= 1 / 0 --> ms", "ZeroDivisionError"),
     ("3<!--= open('x') --> ms", "NameError"),
     ("\n<!-- compared no.json -->\n<!-- end -->", "no record no.json"),
+    ("2 · (3 + 4) ÷ 7 = 3 weights<!-- -->", "is wrong: 2"),
     ("\n<!-- nonsense -->\n<!-- end -->", "no part is called 'nonsense'"),
 ])  # fmt: skip
 def test_a_problem_says_what_is_wrong(told, reason):
