@@ -34,19 +34,22 @@ class Resources(NamedTuple):
 
 
 class Program:
-    """Every kernel of one source, compiled for the GPU in use when one is first launched."""
+    """Every kernel of one source, compiled for the GPU in use when one is first launched.
 
-    def __init__(self, source: str, options: tuple = (), archs: tuple = ()):
-        self.source, self.options, self.archs = source, options, archs
+    A cooperative launch is refused where its blocks do not all fit the GPU at once; so they may wait for each other.
+    """
+
+    def __init__(self, source: str, options: tuple = (), archs: tuple = (), cooperative: bool = False):
+        self.source, self.options, self.archs, self.cooperative = source, options, archs, cooperative
 
     def launch(self, name: str, blocks: int, threads, args: tuple, shared: int = 0) -> None:
         """Run kernel `name` on `blocks` blocks; `shared` is dynamic shared memory in bytes. Raises CUDAError."""
-        kernel = _kernel(self.source, self.options, self.archs, name, shared, _device())
+        kernel = self.kernel(name, shared)
         kernel((blocks,), threads if isinstance(threads, tuple) else (threads,), args, shared_mem=shared)
 
     def kernel(self, name: str, shared: int = 0):
         """The compiled cupy.RawKernel, whose `num_regs` and `local_size_bytes` can be read."""
-        return _kernel(self.source, self.options, self.archs, name, shared, _device())
+        return _kernel(self.source, self.options, self.archs, self.cooperative, name, shared, _device())
 
 
 def _device() -> int:
@@ -84,17 +87,21 @@ def arch_option(archs: tuple, gpu: int) -> tuple:
 
 
 @functools.cache
-def _module(source: str, options: tuple, archs: tuple, device: int):
+def _module(source: str, options: tuple, archs: tuple, cooperative: bool, device: int):
     import cupy
 
-    return cupy.RawModule(code=source, options=(*options, *arch_option(archs, capability(device))))
+    options = (*options, *arch_option(archs, capability(device)))
+    return cupy.RawModule(code=source, options=options, enable_cooperative_groups=cooperative)
 
 
 @functools.cache
-def _kernel(source: str, options: tuple, archs: tuple, name: str, shared: int, device: int):
-    kernel = _module(source, options, archs, device).get_function(name)
-    if shared > 48 * 1024:  # above the default limit a launch must have been allowed to ask for more
-        kernel.max_dynamic_shared_size_bytes = shared
+def _kernel(source: str, options: tuple, archs: tuple, cooperative: bool, name: str, shared: int, device: int):
+    import cupy
+
+    kernel = _module(source, options, archs, cooperative, device).get_function(name)
+    if shared:  # with its static memory perhaps above 48 KB, which a launch must have been allowed to ask for
+        most = cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+        kernel.max_dynamic_shared_size_bytes = most - kernel.shared_size_bytes  # other launches of it may ask for more
     return kernel
 
 

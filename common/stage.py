@@ -18,7 +18,7 @@ OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "soft
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
 CPU = ("naive", "tiling", "simd", "kv_cache", "quantized", "integer", "packed", "blocked")
-GPU = ("offload", "cuda", "resident")
+GPU = ("offload", "cuda", "resident", "prefill", "graph", "fused")
 LADDER = CPU + GPU
 
 

@@ -38,6 +38,9 @@ BUDGETS = {
     "offload": (600, None),
     "cuda": (600, 250),
     "resident": (600, 250),
+    "prefill": (600, 310),  # a matmul and an attention on tensor cores, and nothing of the old ones left
+    "graph": (900, 370),  # a token's kernels beside a prompt's, each spelled out
+    "fused": (1250, 630),  # the token's kernel is a program of its own: a ring, exchanges and six phases
 }
 NAMED = ("load", "attention", "forward", "logits", "generate")
 SECTIONS = ["docstring", "import", *diff.MARKS, "constant"]
