@@ -21,7 +21,9 @@ class ChapterError(Exception):
 
 
 def files() -> list[Path]:
-    """README, the general chapters, and those beside the stages."""
+    """README, the general chapters, and those beside the stages. Raises ChapterError outside a clone."""
+    if not REPORTS.is_dir():
+        raise ChapterError("there is no reports/ here: run this in a clone, since records are not installed")
     return [ROOT / "README.md", *sorted(GENERAL.glob("*.md")), *sorted(FOLDER.rglob("*.md"))]
 
 

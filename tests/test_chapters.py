@@ -126,6 +126,12 @@ def test_the_command_ends_with_1_and_names_the_line(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
+def test_outside_a_clone_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(chapters, "REPORTS", tmp_path / "reports")
+    found = CliRunner().invoke(cli.app, ["verify"])
+    assert (found.exit_code, found.stderr[:34]) == (1, "lesson: there is no reports/ here:")
+
+
 def test_each_general_chapter_can_be_read():
     assert {f"chapters/{name}.md" for name in NAMES} == {name for name in FILES if name.startswith("chapters/")}
     for name in NAMES:
