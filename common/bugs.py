@@ -297,6 +297,7 @@ def examine(path: Path, bug: Bug) -> str | None:
         return said
     command = [sys.executable, "-m", "common.bugs", str(path.resolve()), bug.bench]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    env["LESSON_READER"] = path.stem
     try:
         done = subprocess.run(command, capture_output=True, env=env, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:

@@ -134,7 +134,7 @@ class Engine:
         self.stage, self.unread, self.buffer = stage, 0, b""
         self.interrupted = False
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by __exit__)
-        self.process = harness.spawn("common.chat", self.errors)
+        self.process = harness.spawn("common.chat", stage, self.errors)
         try:
             self.send(asdict(job.request(stage)))
             self.cached = self.answer()["cached"]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from common import diff, harness, practice, show
 from common.harness import Request, RunError, Sample
 from common.job import Job, UsageError, prepare
-from common.stage import LADDER, code_path, rungs
+from common.stage import CPU, LADDER, code_path, rungs
 
 SPARE = {"math", "typing", "itertools", "collections", "dataclasses", "numpy", "numba"}  # what any stage may import
 BLAS = {"dot", "vdot", "inner", "matmul", "tensordot", "einsum", "einsum_path", "linalg", "matvec", "vecmat", "vecdot",
@@ -36,8 +36,9 @@ MEMORY_PROMPT = 32  # ids, so that computing them takes far longer than looking 
 MEMORY_TRIES = 5
 REMEMBERED = 4  # times sooner that a prompt may be answered when it is asked again
 ROUNDS = 3  # timed runs of each stage, each on a prompt of its own
-CLOSE = 1.25  # times the course's own time, which is always fast enough
-WORTH = 1.5  # below this expected gain another model shows the step better
+CLOSE = 1.25  # times what the course's own takes, which is always good enough
+LOOSE = 2.0  # the same for what the step is not about
+WORTH = 1.5  # below this gain another model shows the step better
 ELSEWHERE = {"model": "tinyllama-shape", "layers": 1, "shape": "pp8"}  # long rows, and blocks of 256
 CLOCK_RATIO, CLOCK_MS = 1.2, 5.0  # what the parent's clock may show beyond the worker's, in the calmest of the runs
 CLOCK_QUICK_MS = 500.0  # the same for a single run: another program may have kept the parent waiting
@@ -417,88 +418,91 @@ def quick(work: Work, flags: dict) -> list[str]:
 
 
 class Race(NamedTuple):
-    """Times of the stage before, the file and the course's own."""
+    """What the stage before, the file and the course's own took."""
 
-    ms: dict[str, list[float]]
-    metric: str  # ttft_ms | ms_per_token | ms
+    taken: dict[str, dict[str, list[float]]]  # {measure: {name: samples}}, measures as in MEASURES
     on: str  # the model or the shape
-    limit: Callable[[float], str]  # ms -> which limit that is near
+    near: Callable[[str, float], str]  # (measure, value) -> which limit that is near
+
+    def of(self, measure: str, name: str) -> float:
+        return median(self.taken[measure][name])
+
+    def gain(self, measure: str, work: Work) -> float:
+        """How many times less the course's own takes than the stage before it."""
+        return self.of(measure, work.previous) / self.of(measure, work.stage)
+
+    def main(self, work: Work) -> str:
+        """What the step is about: the measure on which the course's own gains most."""
+        return max(self.taken, key=lambda measure: self.gain(measure, work))
+
+
+MEASURES = {"ttft_ms": "TTFT ms", "ms_per_token": "ms/token", "peak_rss_mb": "peak MB", "ms": "ms"}
 
 
 def race(work: Work, flags: dict, say: Callable) -> Race:
-    """ROUNDS runs of each stage in turns, each round on a prompt of its own; every run of the file is checked."""
-    job, metric, why = bench(work, flags)
-    if why:
-        say(why)
+    """ROUNDS runs of each stage in turns, each round on a prompt of its own; every run of the file is checked.
+
+    Where the first round shows that the step is worth little on the usual model, another takes its place.
+    """
+    job = prepare(**flags)
+    found, watches = rounds(work, job, 1, say)
+    gain = found.gain(found.main(work), work)
+    if gain < WORTH and work.stage in CPU and all(value is None for value in flags.values()):
+        other = prepare(**ELSEWHERE)
+        say(
+            f"{work.stage} gains {show.times(gain)} at most on {job.model_name}, too little to judge by, so "
+            f"on to {other.model_name}"
+        )
+        found, watches = rounds(work, other, ROUNDS, say)
+    else:
+        more, last = rounds(work, job, ROUNDS - 1, say)
+        watches += last
+        for measure, samples in found.taken.items():
+            for name in samples:
+                samples[name] += more.taken[measure][name]
+    clocks(work, watches, CLOCK_MS)
+    return found
+
+
+def rounds(work: Work, job: Job, count: int, say: Callable) -> tuple[Race, list[Stopwatch]]:
+    """So many rounds on one model, each every second time in the other order, and the parent's clock on each."""
     names = [work.previous, work.name, work.stage]
-    n = 2 if metric == "ttft_ms" else 2 * NEW
-    taken: dict[str, dict[str, list[float]]] = {m: {name: [] for name in names} for m in practice.METRICS}
-    watches = [Stopwatch() for _ in range(ROUNDS)]
+    taken = {measure: {name: [] for name in names} for measure in ("ttft_ms", "ms_per_token", "peak_rss_mb")}
+    watches = [Stopwatch() for _ in range(count)]
     with tempfile.TemporaryDirectory() as folder:
         rows = str(Path(folder) / "rows")
-        for i in range(ROUNDS):
+        for i, watch in enumerate(watches):
             ids = drawn(len(job.ids), job.gguf.config.V)
             for name in names if i % 2 == 0 else names[::-1]:
-                request = job.request(name, ids=ids, n=n, stop_ids=[], warm_ids=drawn(len(ids), job.gguf.config.V))
+                request = job.request(name, ids=ids, n=NEW, stop_ids=[], warm_ids=drawn(len(ids), job.gguf.config.V))
                 if name == work.name:
-                    sample = examined(work, replace(request, rows_file=rows), watches[i])[0]
+                    sample = examined(work, replace(request, rows_file=rows), watch)[0]
                     within_roof(work, job, sample)
                     close = right(work, request, sample, f"{rows}.0.npy")
                 else:
                     sample = harness.run(request)
-                taken["ttft_ms"][name].append(sample.ttft_ms)
-                taken["ms_per_token"][name].append(sample.ms_per_token())
-            say(f"round {i + 1} of {ROUNDS}: right on {len(ids)} new random ids, {close}")
-    clocks(work, watches, CLOCK_MS)
-    metric = metric or max(taken, key=lambda m: median(taken[m][work.previous]) / median(taken[m][work.stage]))
-    on = f"{job.model_name}, pp{len(job.ids)}+tg{n}"
-    return Race(taken[metric], metric, on, lambda ms: near(work, job, metric, ms))
+                for measure, value in zip(
+                    taken, (sample.ttft_ms, sample.ms_per_token(), sample.peak_rss_mb), strict=True
+                ):
+                    taken[measure][name].append(value)
+            say(f"right on {job.model_name}: {len(ids)} new random ids and {NEW} new tokens, {close}")
+    on = f"{job.model_name}, pp{len(job.ids)}+tg{NEW}"
+    return Race(taken, on, lambda measure, value: near(work, job, measure, value)), watches
 
 
-def bench(work: Work, flags: dict) -> tuple[Job, str | None, str]:
-    """What to time on, the metric that the step is about, and a sentence where that is not the usual model.
-
-    Without an expectation for the stage, the metric is None: the one on which the course's own gains more.
-    """
-    from common import roofline
-
-    job = prepare(**flags)
-    metric, gain = expected_gain(work, job)
-    if gain >= WORTH or work.stage not in roofline.COSTS or any(value is not None for value in flags.values()):
-        return job, metric, ""
-    other = prepare(**ELSEWHERE)
-    metric_there, gain_there = expected_gain(work, other)
-    if gain_there <= gain:
-        return job, metric, ""
-    why = f"on {job.model_name} {work.stage} should gain about {show.times(gain)}, so it is timed on {other.model_name}"
-    return other, metric_there, f"{why}, where it should gain {show.times(gain_there)}"
-
-
-def expected_gain(work: Work, job: Job) -> tuple[str | None, float]:
-    """The metric on which the course expects the larger gain, TTFT where they are about equal, and the gain."""
-    from common import roofline
-
-    if work.stage not in roofline.COSTS:
-        return None, 1.0
-    names, timed = [work.previous, work.stage], replace(job, n=NEW)
-    here = machine_of(work, job, names)
-    old, new = (roofline.expectation(stage, timed, here) for stage in names)
-    gains = {metric: old[metric] / new[metric] for metric in practice.METRICS}
-    metric = max(gains, key=lambda m: round(gains[m], 1))
-    return metric, gains[metric]
-
-
-def near(work: Work, job: Job, metric: str, ms: float) -> str:
-    """Which limit a time is near: the nearest of the course's expectations, and what decides there."""
+def near(work: Work, job: Job, measure: str, value: float) -> str:
+    """Which limit a value is near: the nearest of the course's expectations, and what decides there."""
     from common import roofline
 
     timed = replace(job, n=NEW)
+    if measure == "peak_rss_mb":
+        return f"the file itself is {show.number(len(job.gguf.gguf.file) / 1e6)} MB"
     if work.stage not in roofline.COSTS:
-        bound = roofline.expectation(work.stage, timed, machine_of(work, job))[f"bound_{metric}"]
+        bound = roofline.expectation(work.stage, timed, machine_of(work, job))[f"bound_{measure}"]
         return f"reading the weights once and the arithmetic would take {show.number(bound)} ms"
     every = [roofline.expectation(stage, timed, machine_of(work, job, roofline.COSTS)) for stage in roofline.COSTS]
-    found = min(every, key=lambda e: abs(math.log(e[metric] / ms)))
-    return f"it is near what {found['stage']} is expected to take, {show.number(found[metric])} ms: {found['reason']}"
+    found = min(every, key=lambda e: abs(math.log(e[measure] / value)))
+    return f"it is near what {found['stage']} is expected to take, {show.number(found[measure])} ms: {found['reason']}"
 
 
 def machine_of(work: Work, job: Job, stages=()):
@@ -533,13 +537,12 @@ def race_kernels(work: Work, flags: dict, say: Callable) -> Race:
             else:
                 taken[name] += kernel_run(work, name, shape, [], seeds)["times"]
         say(f"round {i + 1} of {ROUNDS}: right on new random operands")
-    sizes = " x ".join(map(str, shape))
-    return Race(
-        taken,
-        "ms",
-        f"M x N x K = {sizes}",
-        lambda ms: f"that is {show.number(ladder.flops(*shape) / ms / 1e6)} GFLOP/s",
-    )
+    clocks(work, watches, CLOCK_MS)
+
+    def rate(measure: str, ms: float) -> str:
+        return f"that is {show.number(ladder.flops(*shape) / ms / 1e6)} GFLOP/s"
+
+    return Race({"ms": taken}, f"M x N x K = {' x '.join(map(str, shape))}", rate)
 
 
 def quick_kernel(work: Work, flags: dict) -> list[str]:
@@ -578,11 +581,6 @@ def kernel_examined(work: Work, shape, odd, seeds, watch: Stopwatch) -> dict:
     return found
 
 
-def limit_ms(before: float, course: float) -> float:
-    """The longest time that is fast enough: half the course's gain, as a ratio, or a quarter more than its time."""
-    return max(math.sqrt(before * course), CLOSE * course)
-
-
 # ---- all of it --------------------------------------------------------------------------------------------------
 
 
@@ -617,53 +615,78 @@ def check(
         if error.exit_code != MissingError.exit_code:
             raise
         raise MissingError(without_device(work, str(error))) from error
-    return document | (judged(work, (timing or takes)(work, flags, say)) if timed else {"ms": None})
+    return document | (judged(work, (timing or takes)(work, flags, say)) if timed else {"took": None})
 
 
 def without_device(work: Work, why: str) -> str:
     """What can be said of a file that can't run here: whether it compiles. Raises CheckError where it does not."""
     found = harness.talk("compile", Request(work.name, "", [], 0))
     if found["fault"]:
-        raise CheckError("wrong", f"{work.name} does not compile: {found['error']}")
+        raise CheckError("wrong", f"{work.name} does not compile: {found['fault']}")
     done = f"compiles for {', '.join(found['archs'])}, but " if found["archs"] else ""
     return f"{work.name} {done}can't be run here: {why}"
 
 
-def judged(work: Work, taken: Race) -> dict:
+def judged(work: Work, found: Race) -> dict:
     """The part of the document that is about time; notes the stage as done. Raises CheckError for too slow a file."""
-    before, mine, course = (median(taken.ms[name]) for name in (work.previous, work.name, work.stage))
-    limit = limit_ms(before, course)
-    if mine > limit:
-        n = show.number
-        raise CheckError("slow", f"{work.name} is right, but not fast enough on {title(taken.metric)} ({taken.on}): "
-                         f"{n(mine)} ms, where {work.previous} takes {n(before)}, {work.stage} {n(course)}, and "
-                         f"{n(limit)} would do ({ENOUGH.format(stage=work.stage)}); {taken.limit(mine)}")  # fmt: skip
-    practice.note(work.stage, practised={"sha256": work.sha256, "ratio": before / mine, "course": before / course,
-                                         "metric": taken.metric})  # fmt: skip
-    return {"metric": taken.metric, "on": taken.on, "ms": {"previous": before, "yours": mine, "course": course},
-            "limit_ms": limit, "ratio": before / mine, "course_ratio": before / course}  # fmt: skip
+    main, n = found.main(work), show.number
+    each = {
+        measure: {key: found.of(measure, name) for key, name in zip(KEYS, samples, strict=True)}
+        for measure, samples in found.taken.items()
+    }
+    limits = {measure: limit(**of, main=measure == main) for measure, of in each.items()}
+    for measure in sorted(each, key=lambda measure: measure != main):
+        of, most = each[measure], limits[measure]
+        if of["yours"] > most:
+            rule = ENOUGH if measure == main else OTHERS
+            seen = f"{n(of['yours'])} {MEASURES[measure]} ({found.on})"
+            others = f"{work.previous} takes {n(of['previous'])}, {work.stage} {n(of['course'])}"
+            enough = f"{n(most)} will do ({rule.format(stage=work.stage)})"
+            said = f"{work.name} is right, but not good enough yet: {seen}, where {others}, and {enough}"
+            raise CheckError("slow", f"{said}; {found.near(measure, of['yours'])}")
+    ratio, course = (each[main]["previous"] / each[main][key] for key in ("yours", "course"))
+    practice.note(work.stage, practised={"sha256": work.sha256, "ratio": ratio, "course": course, "measure": main})
+    return {"on": found.on, "measure": main, "took": each, "limits": limits, "ratio": ratio, "course_ratio": course}
 
 
-ENOUGH = f"half of {{stage}}'s gain as a ratio, or {CLOSE} times its time"
+KEYS = ("previous", "yours", "course")
+ENOUGH = f"half of {{stage}}'s gain as a ratio, or {CLOSE} times what it takes"
+OTHERS = f"{LOOSE} times what {{stage}} takes"
 
 
-def title(metric: str) -> str:
-    return practice.METRICS.get(metric, "time")
+def limit(previous: float, yours: float, course: float, main: bool) -> float:
+    """The most that is good enough.
+
+    On the measure that the step is about: half of the course's gain as a ratio, or CLOSE times what it takes; on the
+    others LOOSE times that.
+    """
+    return max(math.sqrt(previous * course), CLOSE * course) if main else LOOSE * course
 
 
 def render(document: dict) -> list:
     """The times and the verdict."""
     if "broken" in document:
         return [show.heading(f"mended: {document['file']}"), f"it was this: {document['said']}"]
-    if document["ms"] is None:
-        return [f"{document['file']} is right; not timed"]
-    rows, before = show.table(title(document["metric"]), "ms", "×"), document["ms"]["previous"]
-    for name, key in ((document["previous"], "previous"), (document["file"], "yours"), (document["stage"], "course")):
-        ms = document["ms"][key]
-        rows.add_row(name, show.number(ms), "" if key == "previous" else show.times(before / ms))
-    enough = f"fast enough is {show.number(document['limit_ms'])} ms: {ENOUGH.format(stage=document['stage'])}"
-    passed = show.heading(f"pass: {document['file']} is right and fast enough")
-    return ["", rows, show.dim(f"{document['on']}; {enough}"), "", passed]
+    if document["took"] is None:
+        return [f"{document['file']} is right; not timed (--quick)"]
+    took, stage = document["took"], document["stage"]
+    rows = show.table("", *(MEASURES[measure] for measure in took), "×")
+    for key, name in zip(KEYS, (document["previous"], document["file"], stage), strict=True):
+        of = took[document["measure"]]
+        rows.add_row(
+            name,
+            *(show.number(took[m][key]) for m in took),
+            "" if key == KEYS[0] else show.times(of[KEYS[0]] / of[key]),
+        )
+    most = f"{show.number(document['limits'][document['measure']])} {MEASURES[document['measure']]}"
+    return [
+        "",
+        rows,
+        show.dim(f"{document['on']}; good enough is {most}: {ENOUGH.format(stage=stage)}"),
+        "",
+        show.heading(f"pass: {document['file']} is right and fast enough"),
+        f"next: lesson diff {document['file']} {stage} · lesson list",
+    ]
 
 
 def mended(path: Path) -> dict:

@@ -6,6 +6,7 @@ and tokenizing lie outside both and are reported apart.
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -93,7 +94,7 @@ def talk(what: str, request: Request, on_token: Callable[[int, float], None] = l
     What a worker does beyond measuring may need more than a request: JSON values, by name.
     """
     with tempfile.TemporaryFile() as errors:
-        process = spawn("common.harness", errors)
+        process = spawn("common.harness", request.stage, errors)
         try:
             process.stdin.write(json.dumps({"do": what, "request": asdict(request), **more}).encode() + b"\n")
             process.stdin.flush()
@@ -112,17 +113,22 @@ def talk(what: str, request: Request, on_token: Callable[[int, float], None] = l
             process.stdout.close()
 
 
-def spawn(module: str, errors) -> subprocess.Popen:
-    """A worker: a module of ours as a fresh process, with pipes to talk through and a file for what it complains of."""
+def spawn(module: str, stage: str, errors) -> subprocess.Popen:
+    """A worker for a stage: a module of ours as a fresh process, with pipes to talk through and a file for errors."""
     root = str(Path(__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    if stage.endswith(".py"):
+        env["LESSON_READER"] = Path(stage).stem
     command = [sys.executable, "-m", module]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env)
 
 
 def last_words(code: int, errors) -> str:
     if code < 0:
-        hint = ", perhaps out of memory" if -code == signal.SIGKILL else ""
+        hint = {
+            signal.SIGKILL: ", perhaps out of memory",
+            signal.SIGSEGV: ": compiled code checks no index, so one beyond an array's end does that",
+        }.get(-code, "")
         return f"killed by {signal.Signals(-code).name}{hint}"
     errors.seek(0)
     lines = errors.read().decode(errors="replace").split("\n")
@@ -340,8 +346,19 @@ def explain(error: Exception, stage: str) -> tuple[str, int]:
     if stage in PEERS:
         return f"{stage}: {type(error).__name__}: {error}", 1
     path = code_path(stage)
+    if type(error).__module__.startswith("numba"):
+        return f"{path.name}: {compilers_word(str(error))}", 1
     said = "".join(f": {line}" for line in str(error).splitlines()[:1])
     return f"{path.name}: {where(error, path)}{type(error).__name__}{said}", 1
+
+
+def compilers_word(message: str) -> str:
+    """What numba has against a function, with its line: from several screens, the two facts that help."""
+    lines = re.findall(r'File "[^"]*", line (\d+)', message)
+    facts = [line.strip() for line in message.splitlines() if line.strip()]
+    facts = [line for line in facts if not line.startswith("Failed in nopython mode")]
+    what = re.sub(r"\x1b\[[0-9;]*m", "", facts[0]) if facts else "it gives no reason"
+    return f"{f'line {lines[-1]}: ' if lines else ''}numba can't compile this: {what}"
 
 
 def die_with_parent() -> None:

@@ -22,13 +22,17 @@ KEEP_DAYS = 7  # an unused cache folder is deleted after this
 
 
 def cache_dir() -> Path | None:
-    """The folder for compiled kernels of exactly this source, or None where none can be written."""
+    """The folder for compiled kernels of exactly this source, or None where none can be written.
+
+    What is compiled for types of a reader's file (LESSON_READER) can be loaded beside that file alone: it lies apart.
+    """
     import platformdirs
 
     digest = hashlib.sha256(f"{version('numba')} {platform.machine()} {cpu_name()}".encode())
     for folder in ("common", "stages"):
         for path in sorted((SOURCES / folder).rglob("*.py")):
             digest.update(path.read_bytes())
+    digest.update(os.environ.get("LESSON_READER", "").encode())
     root = Path(os.environ.get("LESSON_CACHE") or platformdirs.user_cache_dir("lesson")) / "numba"
     folder = root / digest.hexdigest()[:16]
     try:
