@@ -384,7 +384,7 @@ def right(work: Work, request: Request, sample: Sample, rows_file: str) -> str:
     want = reference.compute(gguf, request.ids + ids[:-1], rows=len(ids)).logits
     if rows.shape != want.shape:
         raise CheckError("wrong", f"{work.name} gives logits of {rows.shape[1:]} and not {want.shape[1:]}")
-    allowed = gate.tolerance(work.stage)
+    allowed = gate.tolerance(work.stage, len(rows))
     found = gate.agreement(rows, ids, want, allowed)
     if not found.passed:
         where = harness.diagnose(replace(request, ids=request.ids + ids[:-1]))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.bar import Bar
 from rich.table import Table
 
-from common import compare, diff, gate, machine, peers, records, roofline, show
+from common import compare, diff, machine, peers, records, roofline, show
 from common.job import Job
 from common.roofs import plain
 from common.stage import LADDER, PEERS, StageError, code_path, require
@@ -141,7 +141,7 @@ def row(name: str, previous: dict, taken: list) -> dict:
         "over_bound": {m: run[m] and run[m]["median"] / run["expect"][f"bound_{m}"] for m in METRICS},
         "kl": run["agreement"]["kl"],
         "nmse": run["agreement"]["nmse"],
-        "tolerance": gate.tolerance(name),
+        "tolerance": run["agreement"]["tolerance"],
         "passed": run["agreement"]["passed"],
         "missing": None,
         "recorded": None,

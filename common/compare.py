@@ -94,10 +94,7 @@ def measured(names: list[str], job: Job, budget_s: float, here: dict[str, Machin
     return {
         "stages": runs,
         "pairs": [pair for i in steps for pair in judge(runs[i], runs[i + 1], samples[i], samples[i + 1])],
-        "agree": [
-            {"stage": name, **a._asdict(), "tolerance": gate.tolerance(name)}
-            for name, a in zip(names, agreed, strict=True)
-        ],
+        "agree": [{"stage": name, **a._asdict()} for name, a in zip(names, agreed, strict=True)],
         "why": roofline.sentence(names, job, here[(cpu or names)[-1]]),
     }
 

@@ -11,12 +11,17 @@ from common.stage import code_path
 
 # The largest NMSE of logits that a stage may show, by what its matmul rounds its inputs to (its OPERANDS).
 TOLERANCE = {"float32": 1e-8, "float16": 1e-4, "int8": 5e-3}
+MANY = 8  # rows of logits whose mean no single position decides
 MARGIN = 8  # an id may differ where the oracle prefers its own by less than this many times the RMS logit error
 
 
-def tolerance(stage: str) -> float:
-    """The largest NMSE of logits allowed to a stage."""
-    return TOLERANCE[operands(stage)]
+def tolerance(stage: str, rows: int = MANY) -> float:
+    """The largest NMSE of logits over so many rows allowed to a stage.
+
+    Rounding to 8 bits spikes at single positions, early ones above all, to a few times the mean: few may show more.
+    """
+    rounded = operands(stage)
+    return TOLERANCE[rounded] * (max(1.0, MANY / rows) if rounded == "int8" else 1.0)
 
 
 def operands(stage: str) -> str:
@@ -32,6 +37,7 @@ class Agreement(NamedTuple):
     tokens_equal: bool  # every id is the oracle's first choice, or a tie within MARGIN
     first_difference: int | None  # index of the first new id that differs, ties included
     passed: bool
+    tolerance: float = 0.0  # the NMSE that was allowed
 
 
 def agreement(rows, ids, want, tolerance: float) -> Agreement:
@@ -46,7 +52,7 @@ def agreement(rows, ids, want, tolerance: float) -> Agreement:
     equal = bool(np.all(lost <= MARGIN * rms))  # False where anything is NaN
     kl = float(np.mean(divergence(want, rows)))
     first = int(differs[0]) if len(differs) else None
-    return Agreement(error, kl, equal, first, equal and error <= tolerance)
+    return Agreement(error, kl, equal, first, equal and error <= tolerance, tolerance)
 
 
 def divergence(p_logits, q_logits) -> np.ndarray:
@@ -64,7 +70,7 @@ def log_softmax(x):
 
 MATMULS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")  # in the order of forward
 OP_TOLERANCE = 1e-7  # NMSE of one op on the inputs it was given
-MATMUL_TOLERANCE = {"float32": OP_TOLERANCE, "float16": 1e-6, "int8": 5e-4}
+MATMUL_TOLERANCE = {"float32": OP_TOLERANCE, "float16": 1e-6, "int8": 2e-3}  # real activations have outliers
 STREAM_TOLERANCE = {"float32": 1e-9, "float16": 1e-4, "int8": 5e-3}  # NMSE of the residual stream; float32 is at 1e-12
 
 

@@ -71,11 +71,11 @@ def check(name: str, job: Job, sample: harness.Sample, rows_file: str) -> gate.A
     # A drawn id is nobody's first choice: then the gate compares the first choices, on the text as drawn.
     firsts = rows.argmax(axis=1) if choose else ids
     want = reference.logits(job.gguf, job.ids + ids[:-1], rows=len(ids))
-    agreed = gate.agreement(rows, firsts, want, gate.tolerance(name))
+    agreed = gate.agreement(rows, firsts, want, gate.tolerance(name, len(rows)))
     if not agreed.passed and name not in PEERS:
         where = harness.diagnose(job.request(name, ids=job.ids + ids[:-1]))
         raise WrongError(
-            f"{name} is wrong, so no time is shown: logits NMSE {agreed.nmse:.1e}, allowed {gate.tolerance(name):.0e}; "
+            f"{name} is wrong, so no time is shown: logits NMSE {agreed.nmse:.1e}, allowed {agreed.tolerance:.0e}; "
             f"it first parts from the reference at {where}"
         )
     return agreed

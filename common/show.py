@@ -197,9 +197,9 @@ def run_result(record: dict) -> list:
             times(token / expect["bound_ms_per_token"]),
         )
     if "peer" in record:
-        from common import gate, peers
+        from common import peers
 
-        agreed = {"stage": record["stage"], "tolerance": gate.tolerance(record["stage"]), **record["agreement"]}
+        agreed = {"stage": record["stage"], **record["agreement"]}
         return [rows, costs([record]), agreement(agreed), peers.told(record["peer"]), dim(footer(record))]
     return [rows, costs([record]), dim(footer(record))]
 

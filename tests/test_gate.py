@@ -250,3 +250,8 @@ def test_a_clock_that_stands_still_is_an_error(machine, ms):
 
 def test_an_accounting_error_has_the_exit_code_of_the_gate():
     assert roofline.AccountingError.exit_code == 5
+
+
+def test_few_rows_of_eight_bits_are_allowed_more_and_many_are_not():
+    assert gate.tolerance("naive", 1) == gate.tolerance("naive") == gate.TOLERANCE["float32"]
+    assert gate.tolerance("packed", 1) == 8 * gate.tolerance("packed", 100) == 8 * gate.TOLERANCE["int8"]
