@@ -89,8 +89,9 @@ def write(stage: str, force: bool = False) -> Path:
 
 def written(stage: str, path: Path) -> dict:
     """`lesson practice --json`."""
-    asked = list(diff.constant(code_path(stage), "CHANGES"))
-    return {"schema": 1, "stage": stage, "previous": previous(stage), "file": str(path), "yours": asked}
+    code = code_path(stage)
+    mine = yours(diff.constant(code, "CHANGES"), diff.definitions(code.read_text("utf-8")))
+    return {"schema": 1, "stage": stage, "previous": previous(stage), "file": str(path), "yours": mine}
 
 
 def next_steps(document: dict) -> list:
@@ -120,7 +121,7 @@ def exercise(stage: str) -> str:
             name = ast.unparse(node.targets[0])
         here = (first, node.end_lineno)
         if node is tree.body[0]:
-            edits.append((*here, docstring(stage, before, lines[slice(*here)], asked)))
+            edits.append((*here, docstring(stage, before, lines[slice(*here)], yours(asked, new))))
         elif name == "PREVIOUS":
             edits.append((*here, [f'PREVIOUS = "{before}"', f'PRACTICE = "{stage}"']))
         elif isinstance(node, ast.Assign) and "__global__" in (source := "\n".join(lines[slice(*here)])):
@@ -153,7 +154,12 @@ def needed(old: dict, new: dict, asked: tuple) -> set[str]:
         stay |= more
 
 
-def docstring(stage: str, before: str, lines: list[str], asked: tuple) -> list[str]:
+def yours(asked: tuple, new: dict) -> list[str]:
+    """Of what a stage changes, the definitions to write: not what it no longer has, nor imports, which are there."""
+    return [name for name in asked if name in new and not re.match("from |import ", new[name].text)]
+
+
+def docstring(stage: str, before: str, lines: list[str], mine: list[str]) -> list[str]:
     """The stage's own docstring without its Change, which is a hint, and what to do."""
     kept, skipping = [], False
     for line in lines:
@@ -166,7 +172,7 @@ def docstring(stage: str, before: str, lines: list[str], asked: tuple) -> list[s
     kept[-1:] = [
         "",
         *wrapped(
-            f"Yours to write: {', '.join(asked)}. All else is {before}'s, whose file `lesson read {before}` shows."
+            f"Yours to write: {', '.join(mine)}. All else is {before}'s, whose file `lesson read {before}` shows."
         ),
         "",
         f"    lesson check {file}    # is it right, and is it fast enough?",
@@ -192,6 +198,8 @@ def stub(node: ast.FunctionDef, lines: list[str], old: dict, new: dict, before: 
     if node.name in old:
         notes.append(f"{before}'s own is in {shown(code_path(before))}, line {old[node.name].line}.")
     tools = origins(gained(old, new, (node.name,)), new)
+    if node.args.args and node.args.args[0].arg == "gguf":
+        notes.append("gguf.weights.map(f) is f of each weight, a Tensor of common/gguf.py: .shape (N, K), .type, .raw.")
     notes += [f"New at hand from {module.replace('.', '/')}.py: {', '.join(names)}." for module, names in tools.items()]
     comments = [line for note in notes for line in wrapped(note, "    # ")]
     return [*head, *comments, f'    raise NotImplementedError("{node.name} {EMPTY}")']
@@ -303,12 +311,11 @@ def heading(definition) -> str:
 
 
 def skeleton(old, new) -> list[str]:
-    """The lines of a changed definition that are new and say what is repeated or decided."""
-    if not new:
-        return []
-    known = set(old.text.splitlines()) if old else set()
+    """The lines of a changed definition that say what is repeated or decided; none where none of them is new."""
     control = re.compile(r"\s*(for|while|if|elif|else|with|def)\b")
-    return [line for line in new.text.splitlines() if control.match(line) and line not in known]
+    was, now = ([line for line in d.text.splitlines() if control.match(line)] if d else [] for d in (old, new))
+    inside = {line for line in now if line[0].isspace()}  # a new heading alone says nothing that the stub does not
+    return now if inside - set(was) else []
 
 
 def hint(path: Path, show_answer: bool) -> dict:

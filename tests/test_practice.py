@@ -62,7 +62,9 @@ def test_an_exercise_is_the_stage_before_with_the_changes_left_out(stage):
         same = name in old and d.text == old[name].text
         brought = name in new and d.text == new[name].text and name not in asked
         assert same or brought or name in asked, name
-    functions = [name for name in asked if name in new and not practice.is_constant(new[name])]
+    told = practice.written(stage, path)["yours"]
+    assert not [name for name in told if name not in new or "import" in new[name].text.split()[:3]]
+    functions = [name for name in told if not practice.is_constant(new[name])]
     functions = [name for name in functions if not new[name].text.startswith("class ") and name != "SOURCE"]
     assert set(practice.empty(path.read_text())) == set(functions)
     for name in functions:
@@ -164,6 +166,28 @@ def test_one_more_hint_each_time_and_the_answer_last():
     assert practice.progress()["stages"]["tiling"]["answer"]
     practice.write("tiling", force=True)
     assert len(json.loads(lesson("hint", "--json").stdout)["hints"]) == 1
+
+
+@pytest.mark.parametrize(("stage", "name"), [("simd", "matmul"), ("quantized", "matmul"), ("kv_cache", "forward")])
+def test_the_loops_in_a_hint_stand_in_each_other_as_the_courses_own_do(stage, name):
+    """A line that the stage before has too is told as well: without it the others would seem nested otherwise."""
+    (told,) = [text for text in practice.hints(stage) if text.startswith(f"how {name} runs:")]
+    loops = [line for line in definitions(stage)[name].text.splitlines() if line.strip().startswith("for ")]
+    assert [line for line in told.splitlines() if line.strip().startswith("for ")] == loops
+
+
+def test_a_heading_alone_is_no_hint():
+    for stage in STEPS:
+        assert not [text for text in practice.hints(stage) if re.fullmatch(r"how \S+ runs:\n\S.*", text)], stage
+
+
+@pytest.mark.parametrize("stage", ["kv_cache", "quantized"])
+def test_an_emptied_load_says_what_a_weight_is(stage):
+    from common.gguf import Tensor
+
+    (told,) = [line for line in practice.exercise(stage).splitlines() if "a Tensor of common/gguf.py" in line]
+    for name in re.findall(r"[ ]\.(\w+)", told):
+        assert name in dir(Tensor)
 
 
 # ---- what passes -------------------------------------------------------------------------------------------------
