@@ -90,13 +90,19 @@ def compiled(**env) -> dict:
 
 
 def innermost(asm: str) -> list[str]:
-    """The instructions of the loop that multiplies: back from its jump to its label."""
-    lines = asm.splitlines()
-    last = max(i for i, line in enumerate(lines) if FUSED.search(line))
-    label = next(line.split(":")[0] for line in reversed(lines[:last]) if re.match(r"\.?L\w+:", line))
-    start = lines.index(f"{label}:")
-    end = next(i for i in range(last, len(lines)) if re.search(rf"{re.escape(label)}\b", lines[i]))
-    return lines[start + 1 : end + 1]
+    """The instructions of the loop that multiplies most: from a label to the first jump back to it."""
+    lines, loops, labels = asm.splitlines(), [], {}
+    for i, line in enumerate(lines):
+        if label := re.match(r"(\.?L\w+):", line):
+            labels[label[1]] = i
+        elif (jump := re.search(r"\b(?:j\w+|b\.\w+|b)\s+(\.?L\w+)", line)) and jump[1] in labels:
+            start = labels[jump[1]]
+            if not any(start <= inner < i for inner, _ in loops):
+                loops.append((start, i))
+    return max(
+        (lines[start + 1 : end + 1] for start, end in loops),
+        key=lambda loop: sum(bool(FUSED.search(line)) for line in loop),
+    )
 
 
 def test_sums_stay_in_registers():

@@ -420,7 +420,6 @@ def test_a_record_of_the_peer_has_the_keys_of_any_other(here, stand_in, tiny, tm
         "machine",
         "threads",
         "commit",
-        "sources",
         "rows",
         "ms",
         "load_ms",

@@ -224,4 +224,4 @@ def test_the_record_names_the_sampler(tiny, tmp_path):
     assert found[0]["sampler"] == GREEDY._asdict()
     assert found[1]["sampler"] == HOT._asdict()
     assert found[1]["output_ids"] == found[2]["output_ids"] != found[0]["output_ids"]
-    assert gate.TOLERANCE["float"] >= found[1]["agreement"]["nmse"]
+    assert gate.TOLERANCE["float32"] >= found[1]["agreement"]["nmse"]

@@ -12,6 +12,7 @@ from common.cuda import Program, operands, trim
 
 PREVIOUS = "warptiled"
 CHANGES = (
+    "TILE_M",
     "TILE_K",
     "WARP_M",
     "STAGES",
