@@ -9,7 +9,7 @@ run: .venv/run.stamp
 test: .venv/test.stamp
 	.venv/bin/python -m pytest
 
-report: .venv/run.stamp
+report: .venv/plot.stamp
 	$(LESSON) report
 
 lint: .venv/test.stamp
@@ -23,6 +23,9 @@ clean:
 
 .venv/run.stamp: pyproject.toml | .venv/bin/pip
 	.venv/bin/pip install --quiet --editable . && touch $@
+
+.venv/plot.stamp: pyproject.toml | .venv/bin/pip
+	.venv/bin/pip install --quiet --editable '.[plot]' && touch $@ .venv/run.stamp
 
 .venv/test.stamp: pyproject.toml | .venv/bin/pip
 	.venv/bin/pip install --quiet --editable '.[dev]' && touch $@ .venv/run.stamp

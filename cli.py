@@ -497,12 +497,19 @@ def bring_in(
 
 
 @app.command()
-def report() -> None:
-    """Write the parts of README and chapters that come from code and records anew."""
+def report(
+    folder: Annotated[str, typer.Option("--out", metavar="DIR", help="Where report and plots go.")] = "report",
+) -> None:
+    """Write what README and chapters show of code and records anew, then a report and plots of each machine."""
+    from pathlib import Path
+
     from common import chapters
+    from common import report as reporting
 
     for path in chapters.refresh():
         print(path.relative_to(chapters.ROOT))
+    for path in reporting.write(Path(folder)):
+        print(path)
 
 
 @app.command()

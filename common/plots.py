@@ -1,0 +1,504 @@
+"""The report's plots, as Vega-Lite: one specification gives the PNG, the SVG and the interactive plot of the page.
+
+Colours are names ($ink, $stage, …) until a plot is drawn: PALETTE's in pictures, the style sheet's on the page.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from common import report, show
+from common.report import METRICS, Climb, Place, Run
+from common.stage import LADDER, PEERS
+
+PALETTE = {"ink": "#23282d", "soft": "#6a6f75", "line": "#d9d6cf", "stage": "#1f5fa8", "peer": "#9a5a12",
+           "bound": "#b3321f", "c0": "#1f5fa8", "c1": "#d08620", "c2": "#2f8f6b", "c3": "#a24a8f", "c4": "#b3321f",
+           "c5": "#5b9bd5", "c6": "#7a7f85", "c7": "#8a8a2b"}  # fmt: skip
+SERIES = [f"$c{i}" for i in range(8)]
+WIDTH = 720  # pixels of a picture; on the page a plot takes what room there is
+TOKEN, PROMPT = "a token", "the prompt"
+SAID = {"token": TOKEN, "prompt": PROMPT}
+# A kernel or phase that does several ops counts as the heaviest of them
+HEAVIEST = {"project_in": "matmul", "project_out": "matmul", "gate_up": "matmul", "down": "matmul",
+            "vocabulary": "matmul", "look": "attention"}  # fmt: skip
+
+
+class Plot(NamedTuple):
+    """A plot, and as a table what it shows."""
+
+    name: str  # of its files
+    title: str
+    caption: str
+    spec: dict
+    columns: tuple[str, ...]
+    rows: list[tuple]
+
+
+class Absent(NamedTuple):
+    """A plot that no record supports: the sentence that says how to make one."""
+
+    name: str
+    sentence: str
+
+
+def plots(place: Place) -> list[Plot | Absent]:
+    """Every plot of a machine, in the order to read them in."""
+    climbs = report.climbs(place)
+    found = [climb(c, climbs) for c in climbs]
+    if not found:
+        found = [Absent("climb", "The climb: `lesson compare --all` measures the ladder on this machine.")]
+    found += [roofline(place), *ops(place), gaps(place), lengths(place)]
+    found += [curve(place, "depth"), curve(place, "threads"), prediction(place)]
+    return found + [kernels(place, name) for name in place.kernels]
+
+
+# ---- the pieces that plots are made of -------------------------------------------------------------------------
+
+
+def axis(field: str, title: str, domain: list[float]) -> dict:
+    """A log axis with few lines: decades, and as much between them as there is room for."""
+    low, high = domain
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1,) if len(decades) > 6 else (1, 3) if len(decades) > 3 else (1, 2, 5)
+    ticks = [step * 10.0**d for d in decades for step in steps if low <= step * 10.0**d <= high]
+    shown = {"title": title, "format": ",~r", "values": ticks}
+    return {"field": field, "type": "quantitative", "scale": {"type": "log", "domain": domain, "nice": False},
+            "axis": shown}  # fmt: skip
+
+
+def names(values: list[str], field: str = "stage") -> dict:
+    """The stages down the left side, in this order."""
+    shown = {
+        "title": None,
+        "grid": False,
+        "ticks": False,
+        "domain": False,
+        "labelPadding": 8,
+        "labelFontSize": 13,
+        "labelColor": "$ink",
+    }
+    return {"field": field, "type": "nominal", "sort": list(dict.fromkeys(values)), "axis": shown}
+
+
+def colour(field: str, values: list[str], title: str | None = None, colours: list[str] | None = None) -> dict:
+    legend = {"title": title, "orient": "top", "columns": 4, "symbolType": "circle"}
+    scale = {"domain": values, "range": (colours or [SERIES[i % len(SERIES)] for i in range(len(values))])}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
+
+
+def told(**fields: str) -> list[dict]:
+    """A tooltip: title=field."""
+    return [{"field": field, "title": title.replace("_", " ")} for title, field in fields.items()]
+
+
+def layered(values: list[dict], layers: list[dict], height, **more) -> dict:
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": values},
+        "layer": layers,
+        **more,
+    }
+
+
+def mark(kind: str, encoding: dict, **more) -> dict:
+    data = {"data": {"values": more.pop("values")}} if "values" in more else {}
+    keep = {"transform": [{"filter": more.pop("where")}]} if "where" in more else {}
+    return {**data, **keep, "mark": {"type": kind, **more}, "encoding": encoding}
+
+
+def at(values: Iterable[float], room: float = 1.0) -> list[float]:
+    """The ends of a log axis: a little beyond the values."""
+    values = [v for v in values if v]
+    low, high = min(values), max(values)
+    pad = max(1.3, (high / low) ** 0.06)
+    return [low / pad, high * pad * room]
+
+
+def legible(rows: list[dict], field: str, apart: float) -> None:
+    """Mark as `said` the rows that have room for a label: each this many times from the last that has one."""
+    last = 0.0
+    for row in sorted(rows, key=lambda r: r[field]):
+        row["said"] = row[field] > last * apart
+        last = row[field] if row["said"] else last
+
+
+# ---- the plots -------------------------------------------------------------------------------------------------
+
+
+def climb(found: Climb, every: list[Climb]) -> Plot:
+    """Each stage's distance from the bound, on a log axis that begins at the bound."""
+    values = []
+    for run in found.runs:
+        ms, over = run.ms[found.metric], run.over(found.metric)
+        note = "" if run.at == found.shape else f" ({run.at})"
+        values.append({"stage": run.stage, "over": over, "ms": show.number(ms), "bound": run.bound[found.metric],
+                       "times": show.times(over), "label": f"{show.number(ms)} ms · {show.times(over)}{note}",
+                       "kind": "peer" if run.stage in PEERS else "stage", "shape": run.at})  # fmt: skip
+    top = max(v["over"] for v in values)
+    y = names([v["stage"] for v in values])
+    across = axis("over", "times the bound", domain=[1, max(12.0, top * 1.15)])
+    line = {"y": y, "x": across, "x2": {"datum": 1}}
+    text = {"y": y, "x": {"field": "over", "type": "quantitative"}, "text": {"field": "label"}}
+    kinds = {"condition": {"test": "datum.kind == 'peer'", "value": "$peer"}, "value": "$stage"}
+    hint = told(stage="stage", ms="ms", times_the_bound="times", shape="shape")
+    far = f"datum.over > {math.sqrt(max(12.0, top))}"
+    layers = [
+        mark("rule", line, color="$line", strokeWidth=2),
+        mark("rule", {"x": {"datum": 1}}, color="$bound", strokeWidth=2, values=[{}]),
+        mark("point", {"y": y, "x": across, "color": kinds, "tooltip": hint}, filled=True, size=110, opacity=1),
+        mark("text", text, align="right", dx=6, dy=-13, color="$ink", where=far),
+        mark("text", text, align="left", dx=-4, dy=-13, color="$ink", where=f"!({far})"),
+    ]
+    name = f"climb-{found.metric}" + ("" if found.model == every[0].model else f"-{every.index(found)}")
+    what = "a token takes after the prompt" if found.metric == "token" else "a prompt takes to its first token"
+    caption = f"How many times the bound {what}: {found.model}, {found.shape} unless a stage names another shape. The "
+    caption += "bound reads each weight once as the file holds it, or does the arithmetic at the machine's best rate."
+    columns = ("stage", "shape", f"{METRICS[found.metric]}", "bound ms", "× bound")
+    rows = [(r.stage, r.at, show.number(r.ms[found.metric]), show.number(r.bound[found.metric]),
+             show.number(r.over(found.metric))) for r in found.runs]  # fmt: skip
+    title = f"The climb, {SAID[found.metric]}" + ("" if found.model == every[0].model else f": {found.model}")
+    return Plot(name, title, caption, layered(values, layers, {"step": 40}), columns, rows)
+
+
+def roofline(place: Place) -> Plot | Absent:
+    """GFLOP/s against FLOPs a byte: the measured roofs, and every stage's prompt and token below them."""
+    runs = [(c.metric, run) for c in report.climbs(place)[:2] for run in c.runs if run.work[c.metric]]
+    if not (place.roofs and runs):
+        return Absent("roofline", "The roofline: `lesson roofline kv_cache --tokens 1..64` measures the roofs, and "
+                      "`lesson compare --all` the stages under them.")  # fmt: skip
+    many = any(run.threads > 1 for _, run in runs)
+    read, rate = place.roofs["read_all" if many else "read"], place.roofs["flops"]["all" if many else "one"]
+    values = []
+    for metric, run in runs:
+        work, ms = run.work[metric], run.ms[metric]
+        values.append({"stage": run.stage, "pass": SAID[metric], "intensity": work.intensity, "shape": run.at,
+                       "gflops": work.flops / ms / 1e6, "rate": f"{show.number(work.flops / ms / 1e6)} GFLOP/s",
+                       "ms": show.number(ms)})  # fmt: skip
+    for what in (TOKEN, PROMPT):
+        legible([v for v in values if v["pass"] == what], "gflops", 1.45)
+    nearest, memory = max(gbs for _, gbs in read), read[-1][1]
+    across = at([v["intensity"] for v in values] + [rate / memory])
+    up = at([v["gflops"] for v in values] + [rate])
+    roofs = []
+    for title, gbs in (("caches", nearest), ("memory", memory)):
+        label = f"{title}: {show.number(gbs)} GB/s"
+        start = max(across[0], up[0] / gbs)
+        roofs += [{"roof": label, "x": start, "y": start * gbs}, {"roof": label, "x": rate / gbs, "y": rate}]
+    label = f"multiply-adds: {show.number(rate)} GFLOP/s"
+    roofs += [{"roof": label, "x": rate / nearest, "y": rate}, {"roof": label, "x": across[1], "y": rate}]
+    below = axis("intensity", "FLOPs a byte of the weights and activations read", domain=across)
+    height = axis("gflops", "GFLOP/s", domain=up)
+    kinds = colour("pass", [TOKEN, PROMPT], colours=["$c1", "$c0"])
+    hint = told(stage="stage", of="pass", shape="shape", GFLOP_per_s="rate", ms="ms")
+    line = {"x": {"field": "x", "type": "quantitative"}, "y": {"field": "y", "type": "quantitative"}}
+    middle = math.sqrt(roofs[2]["x"] * roofs[3]["x"])
+    ends = [roofs[0], {**roofs[2], "x": middle, "y": middle * memory}, roofs[5]]
+    layers = [
+        mark("line", {**line, "detail": {"field": "roof"}}, color="$bound", strokeWidth=2, values=roofs),
+        mark("text", {**line, "text": {"field": "roof"}}, align="left", dy=-12, color="$bound", values=ends[:1]),
+        mark("text", {**line, "text": {"field": "roof"}}, align="left", dy=16, color="$bound", values=ends[1:2]),
+        mark("text", {**line, "text": {"field": "roof"}}, align="right", dy=-9, color="$bound", values=ends[2:]),
+        mark("point", {"x": below, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=90, opacity=1),
+        mark("text", {"x": below, "y": height, "text": {"field": "stage"}}, align="left", dx=9, color="$ink",
+             where="datum.said"),
+    ]  # fmt: skip
+    rows = [(v["stage"], v["pass"], v["shape"], show.number(v["intensity"]), show.number(v["gflops"]), v["ms"])
+            for v in values]  # fmt: skip
+    caption = (f"{runs[0][1].model}: what each stage makes of the roofs measured on this machine. To the left of the "
+               "corner memory decides, to the right arithmetic.")  # fmt: skip
+    columns = ("stage", "of", "shape", "FLOP/byte", "GFLOP/s", "ms")
+    return Plot("roofline", "The roofline", caption, layered(values, layers, 380), columns, rows)
+
+
+def ops(place: Place) -> list[Plot | Absent]:
+    """Where a token's time goes, and a prompt's, stacked by op."""
+    if not place.ops:
+        return [Absent("ops", "Time per op: `lesson profile quantized`, or `lesson record quantized`, measures it.")]
+    lengths = Counter((o["new"], o["stage"]) for o in place.ops if o["new"] > 1)
+    shared = Counter(new for new, _ in lengths)
+    wanted = {"token": 1, "prompt": max(shared, key=lambda n: (shared[n], n), default=None)}
+    return [stacked(place, metric, new) for metric, new in wanted.items() if new and any(
+        o["new"] == new for o in place.ops)]  # fmt: skip
+
+
+def stacked(place: Place, metric: str, new: int) -> Plot:
+    times: dict[str, Counter] = {}
+    for o in place.ops:
+        if o["new"] == new:
+            times.setdefault(o["stage"], Counter())[HEAVIEST.get(o["op"], o["op"])] += o["ms"]
+    stages = [s for s in LADDER if s in times] + [s for s in times if s not in LADDER]
+    shares = {op: max(t[op] / t.total() for t in times.values()) for t in times.values() for op in t}
+    large = sorted(shares, key=shares.get, reverse=True)[:6]
+    kept = [op for op in large if op != "other"] + ["other"]
+    values = []
+    for stage in stages:
+        whole = times[stage].total()
+        for op in kept:
+            ms = sum(t for o, t in times[stage].items() if (o if o in kept else "other") == op)
+            if ms:
+                values.append({"stage": stage, "op": op, "order": kept.index(op), "share": ms / whole,
+                               "ms": f"{show.number(ms)} ms", "percent": f"{100 * ms / whole:.1f} %"})  # fmt: skip
+    totals = [{"stage": s, "label": f"{show.number(times[s].total())} ms"} for s in stages]
+    y = names(stages)
+    bars = {
+        "y": y,
+        "x": {"field": "share", "type": "quantitative", "stack": "zero", "scale": {"domain": [0, 1.16]},
+              "axis": {"title": "share of the time", "format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1],
+                       "grid": False}},
+        "color": colour("op", kept),
+        "order": {"field": "order", "type": "quantitative"},
+        "tooltip": told(stage="stage", op="op", ms="ms", share="percent"),
+    }  # fmt: skip
+    text = {"y": y, "x": {"datum": 1.01, "type": "quantitative"}, "text": {"field": "label"}}
+    layers = [mark("bar", bars, height={"band": 0.62}),
+              mark("text", text, align="left", dx=4, color="$ink", values=totals)]  # fmt: skip
+    what = "a token" if metric == "token" else f"a prompt of {new} tokens"
+    caption = (
+        f"Where the time of {what} goes, with all of it at the right. A kernel that does several ops counts as the "
+    )
+    caption += "heaviest of them; “launches, waits” is what passes while no kernel runs."
+    rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
+    spec = layered(values, layers, {"step": 36})
+    return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)
+
+
+def gaps(place: Place) -> Plot | Absent:
+    """From the median to the slowest of the waits between tokens."""
+    best: dict[str, Run] = {}
+    for found in [c for c in report.climbs(place) if c.metric == "token"][:1]:
+        best = {run.stage: run for run in found.runs if run.spread}
+    if not best:
+        return Absent("inter-token", "Inter-token latency: `lesson compare kv_cache quantized` keeps every gap.")
+    values = [{"stage": s, "shape": run.at, **run.spread, **{f"{p}_ms": f"{show.number(run.spread[p])} ms" for p in
+               ("p50", "p90", "p99")}} for s, run in best.items()]  # fmt: skip
+    single = [{"stage": s, "gap": gap} for s, run in best.items() for gap in run.gaps]
+    y = names(list(best))
+    across = axis("p50", "ms between tokens", domain=at([v[p] for v in values for p in ("p50", "p99")]
+                  + [g["gap"] for g in single]))  # fmt: skip
+    hint = told(stage="stage", shape="shape", half_within="p50_ms", nine_in_ten="p90_ms", all_but_one_in_100="p99_ms")
+    each = {"y": y, "x": {"field": "gap", "type": "quantitative"}}
+    layers = [
+        mark("tick", each, color="$soft", opacity=0.35, values=single),
+        mark("rule", {"y": y, "x": across, "x2": {"field": "p99"}, "tooltip": hint}, color="$stage", strokeWidth=3),
+        mark("point", {"y": y, "x": across, "tooltip": hint}, color="$stage", filled=True, size=100, opacity=1),
+        mark("point", {"y": y, "x": {"field": "p99", "type": "quantitative"}}, color="$stage", size=70, opacity=1,
+             fill="$paper"),
+    ]  # fmt: skip
+    rows = [(v["stage"], v["shape"], *(show.number(v[p]) for p in ("p50", "p90", "p99"))) for v in values]
+    caption = (
+        f"{next(iter(best.values())).model}: the dot is the median wait for the next token, the ring what 99 in 100 "
+    )
+    caption += (
+        "stay below; each tick is one wait, where the record keeps them all. A stage without a cache waits longer "
+    )
+    caption += "with every token."
+    columns = ("stage", "shape", "p50 ms", "p90 ms", "p99 ms")
+    return Plot("inter-token", "Inter-token latency", caption, layered(values, layers, {"step": 34}), columns, rows)
+
+
+def lines(name: str, title: str, caption: str, values: list[dict], across: dict, up: str, what: str) -> Plot:
+    """A line a stage through its points, on log axes; a bound where the values have one."""
+    stages = report.order([SimpleNamespace(stage=v["stage"]) for v in values])
+    ms = [v[key] for v in values for key in ("ms", "bound") if v.get(key)]
+    height = axis("ms", up, domain=at(ms))
+    kinds = colour("stage", stages, colours=["$peer" if s in PEERS else SERIES[i % 8] for i, s in enumerate(stages)])
+    hint = told(stage="stage", at="at", ms="told")
+    layers = [
+        mark("line", {"x": across, "y": height, "color": kinds}, strokeWidth=2),
+        mark("point", {"x": across, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=70, opacity=1),
+    ]
+    bounds = [v for v in values if v.get("bound")]
+    if bounds:
+        line = {"x": across, "y": {"field": "bound", "type": "quantitative"}, "detail": {"field": "threads"}}
+        layers.insert(0, mark("line", line, color="$bound", strokeDash=[6, 4], strokeWidth=2, values=[
+            {**v, "threads": v.get("threads", 1)} for v in bounds]))  # fmt: skip
+    rows = [(v["stage"], v["at"], show.number(v["ms"]), show.number(v.get("bound"))) for v in values]
+    return Plot(name, title, caption, layered(values, layers, 340), ("stage", what, up, "bound ms"), rows)
+
+
+def lengths(place: Place) -> Plot | Absent:
+    """ms of a prompt by its tokens."""
+    found: dict[tuple[str, str], dict[int, tuple]] = {}
+    for one in place.lengths:
+        for p in one["tokens"]:
+            found.setdefault((report.known(place, one["model"]), one["stage"]), {})[p["tokens"]] = (
+                p["ms"], p["bound_ms"])  # fmt: skip
+    for run in place.runs:
+        if run.ms["prompt"]:
+            there = found.setdefault((run.model, run.stage), {})
+            there.setdefault(run.prompt, (run.ms["prompt"], run.bound["prompt"]))
+    models = Counter(model for (model, _), points in found.items() if len(points) > 1)
+    if not models:
+        return Absent(
+            "tokens", "ms against tokens: `lesson roofline kv_cache --tokens 1..64` measures a stage at each."
+        )
+    model = models.most_common(1)[0][0]
+    values = [
+        {"stage": s, "tokens": T, "at": str(T), "ms": ms, "bound": bound, "told": f"{show.number(ms)} ms"}
+        for (m, s), points in found.items()
+        if m == model and len(points) > 1
+        for T, (ms, bound) in sorted(points.items())
+    ]
+    caption = f"{model}: what a prompt takes by its length, and the bound (dashed): flat where memory decides, rising "
+    caption += "where arithmetic does."
+    across = axis("tokens", "tokens in the prompt", domain=at([v["tokens"] for v in values]))
+    return lines("tokens", "Time against prompt length", caption, values, across, "TTFT ms", "tokens")
+
+
+def curve(place: Place, setting: str) -> Plot | Absent:
+    """A token's time by how many lie before it, or by the threads that work on it."""
+    found: dict[str, dict[tuple, dict]] = {}
+    for one in place.sweeps:
+        for row in one["rows"]:
+            metric = "ms_per_token" if row["ms_per_token"] else "ttft_ms"
+            if one["setting"] == setting and metric == "ms_per_token":
+                bound = row["expect"].get(f"bound_{metric}")
+                value = {"ms": row[metric]["median"], "bound": bound}
+                found.setdefault(one["model"], {})[one["stage"], row["value"]] = value
+    for run in place.runs:
+        if run.ms["token"] and run.shape.startswith("tg"):
+            deep = int(run.shape.partition("@d")[2] or 0)
+            alike = run.shape.partition("@")[0]
+            fits = setting == "depth" and any(
+                r.stage == run.stage and r.model == run.model and r.shape.startswith(f"{alike}@") for r in place.runs
+            )
+            if fits and run.threads == 1 or setting == "threads" and not deep:
+                key = run.stage, deep if setting == "depth" else run.threads
+                value = {"ms": run.ms["token"], "bound": run.bound["token"]}
+                found.setdefault(run.model, {}).setdefault(key, value)
+    found = {model: {key: v for key, v in points.items() if len({k for k in points if k[0] == key[0]}) > 1}
+             for model, points in found.items()}  # fmt: skip
+    model = max(found, key=lambda m: len(found[m]), default=None)
+    if not model or not found[model]:
+        command = "kv_cache depth=0,512,1024" if setting == "depth" else "quantized threads=1,2"
+        return Absent(setting, f"ms/token against {setting}: `lesson sweep {command}` measures it.")
+    values = [
+        {"stage": stage, setting: max(1, at), "at": str(at), "told": f"{show.number(v['ms'])} ms", **v}
+        for (stage, at), v in sorted(found[model].items(), key=lambda item: item[0])
+    ]
+    titles = {"depth": "tokens before those that are timed", "threads": "threads"}
+    across = axis(setting, titles[setting], domain=at([v[setting] for v in values]))
+    title = {"depth": "A token's time by what lies before it", "threads": "A token's time by threads"}[setting]
+    caption = f"{model}: ms a token, with the bound dashed. "
+    caption += {"depth": "Depth 0 stands at 1 on the log axis.", "threads": "The bound falls as threads read more."}[
+        setting
+    ]
+    return lines(setting, title, caption, values, across, "ms/token", setting)
+
+
+def prediction(place: Place) -> Plot | Absent:
+    """What was expected before a stage ran, against what it took."""
+    values = []
+    for run in place.runs:
+        for metric in METRICS:
+            want, saw = run.expected[metric], run.ms[metric]
+            if want and saw:
+                values.append({"stage": run.stage, "of": SAID[metric], "expected": want, "ms": saw, "model": run.model,
+                               "shape": run.at, "told": f"{show.number(saw)} ms", "said": f"{show.number(want)} ms",
+                               "ratio": show.times(saw / want)})  # fmt: skip
+    values = list({(v["stage"], v["of"], v["model"], v["shape"]): v for v in values}.values())
+    if not values:
+        return Absent("prediction", "Prediction against result: `lesson compare naive tiling` keeps both.")
+    both = at([v[key] for v in values for key in ("expected", "ms")])
+    across, height = (
+        axis(key, title, domain=both) for key, title in (("expected", "expected ms"), ("ms", "measured ms"))
+    )
+    ends = [{"expected": v, "ms": v} for v in both]
+    kinds = colour("of", [TOKEN, PROMPT], colours=["$c1", "$c0"])
+    hint = told(stage="stage", of="of", model="model", shape="shape", expected="said", measured="told", ratio="ratio")
+    layers = [
+        mark("line", {"x": across, "y": height}, color="$bound", strokeDash=[6, 4], values=ends),
+        mark("point", {"x": across, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=80, opacity=0.9),
+    ]
+    rows = [(v["stage"], v["of"], v["model"], v["shape"], v["said"], v["told"], v["ratio"]) for v in values]
+    caption = (
+        "Each dot is a stage at one shape. On the dashed line it took what was expected of it before it ran, from "
+    )
+    caption += "shape and machine alone; above, it took longer."
+    columns = ("stage", "of", "model", "shape", "expected", "measured", "measured / expected")
+    return Plot("prediction", "Prediction against result", caption, layered(values, layers, 380), columns, rows)
+
+
+def kernels(place: Place, name: str) -> Plot:
+    """A kernel ladder's rungs and baselines by rate, under the machine's peak."""
+    rows = report.kernel_rows(place, name)
+    unit, factor = report.kernel_unit(rows)
+    types = list(dict.fromkeys(r["dtype"] for r in rows))
+    rungs = report.kernel_rungs(name)
+    rows = [r for r in rows if r["tflops"]]
+    values = []
+    for r in rows:
+        title = r["stage"] + (f" {r['dtype'].replace('float', 'FP')}" if len(types) > 1 else "")
+        values.append({"stage": title, "rate": r["tflops"] * factor, "ms": show.number(r["ms"]["median"]),
+                       "label": f"{show.number(r['tflops'] * factor)} {unit}", "kind": "stage" if r["stage"] in rungs
+                       else "peer"})  # fmt: skip
+    peaks = [{"peak": peak * factor, "label": f"peak, {kind.replace('float', 'FP')}"}
+             for kind, peak in place.kernels[name]["peak_tflops"].items() if kind in types]  # fmt: skip
+    domain = at([v["rate"] for v in values] + [p["peak"] for p in peaks])
+    far = f"datum.rate > {math.sqrt(domain[0] * domain[1])}"
+    y, across = names([v["stage"] for v in values]), axis("rate", unit, domain=domain)
+    kinds = {"condition": {"test": "datum.kind == 'peer'", "value": "$peer"}, "value": "$stage"}
+    text = {"y": y, "x": {"field": "rate", "type": "quantitative"}, "text": {"field": "label"}}
+    layers = [
+        mark("rule", {"y": y, "x": across, "x2": {"datum": domain[0]}}, color="$line", strokeWidth=2),
+        mark("rule", {"x": {"field": "peak", "type": "quantitative"}}, color="$bound", strokeWidth=2, values=peaks),
+        mark("point", {"y": y, "x": across, "color": kinds, "tooltip": told(rung="stage", rate="label", ms="ms")},
+             filled=True, size=100, opacity=1),
+        mark("text", text, align="right", dx=6, dy=-12, color="$ink", where=far),
+        mark("text", text, align="left", dx=-4, dy=-12, color="$ink", where=f"!({far})"),
+    ]  # fmt: skip
+    shape = " × ".join(map(str, rows[0]["shape"]))
+    caption = (
+        f"{shape}. The red lines are the measured peaks; brown dots are other libraries, or what a read alone takes."
+    )
+    table = [(v["stage"], v["label"], v["ms"]) for v in values]
+    title = f"Kernels: {name}"
+    spec = layered(values, layers, {"step": 38})
+    return Plot(f"kernels-{name}", title, caption, spec, ("rung", "rate", "ms"), table)
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------
+
+
+def config() -> dict:
+    """How every plot looks."""
+    quiet = {"gridColor": "$line", "domainColor": "$line", "tickColor": "$line", "labelColor": "$soft",
+             "titleColor": "$soft", "titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 12,
+             "gridOpacity": 0.6, "labelOverlap": "greedy", "labelSeparation": 6}  # fmt: skip
+    return {
+        "font": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif",
+        "background": "transparent",
+        "view": {"stroke": None},
+        "axis": quiet,
+        "legend": {"labelColor": "$ink", "labelFontSize": 12, "titleColor": "$soft", "offset": 12},
+        "text": {"fontSize": 12},
+        "tick": {"thickness": 1, "bandSize": 16},
+    }
+
+
+def coloured(spec: dict, name: Callable[[str], str]) -> dict:
+    """The specification with each $name in its place as name(…) says."""
+    text = json.dumps({**spec, "config": config()})
+    for key in sorted([*PALETTE, "paper"], key=len, reverse=True):
+        text = text.replace(f'"${key}"', json.dumps(name(key)))
+    return json.loads(text)
+
+
+def for_page(plot: Plot) -> dict:
+    return coloured(plot.spec, lambda key: f"var(--{key})")
+
+
+def pictures(plot: Plot) -> tuple[bytes, str]:
+    """(PNG, SVG) on white. Raises ImportError without the plot extra."""
+    import vl_convert
+
+    spec = coloured(plot.spec, {**PALETTE, "paper": "#ffffff"}.get)
+    spec |= {"width": WIDTH, "autosize": {"type": "pad"}, "padding": 16, "background": "#ffffff"}
+    spec["title"] = {"text": plot.title, "anchor": "start", "fontSize": 16, "offset": 14, "color": PALETTE["ink"]}
+    return vl_convert.vegalite_to_png(spec, scale=2), vl_convert.vegalite_to_svg(spec)

@@ -1,0 +1,517 @@
+"""`lesson report`: what reports/ says of each machine, gathered, and told as report.md.
+
+A record that another version wrote differently, or that is no record, ends it with one sentence. Nothing is measured
+here, and nothing extrapolated: what has no record is left out, with the command that would make one.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from common import catalog, diff, records, roofline, show, synth
+from common.figures import REPORTS
+from common.gguf import TYPES
+from common.machine import curve
+from common.stage import LADDER, PEERS, source_path
+
+METRICS = {"prompt": "TTFT ms", "token": "ms/token"}
+KEYS = {"prompt": "ttft_ms", "token": "ms_per_token"}  # as records name them
+NO_MACHINE = ("diffs", "quoted")  # folders of reports/ that hold no measurements
+# What a model's file calls itself, and what people call it
+NAMES = {"Smollm2 135M 8k Lc100K Mix1 Ep2": "SmolLM2 135M", "tinyllama shape, random weights": "TinyLlama shape"}
+
+
+class ReportError(Exception):
+    """A record that can't be read, or no record at all; str(e) is one sentence."""
+
+    exit_code = 1
+
+
+@dataclass
+class Run:
+    """One stage's or peer's times at one shape; ms, None for what was not timed or is not known."""
+
+    stage: str
+    model: str
+    shape: str
+    threads: int
+    prompt: int  # ids in it
+    file: str  # the record, below reports/
+    ms: dict[str, float | None]  # by METRICS
+    bound: dict[str, float | None]
+    expected: dict[str, float | None]
+    work: dict[str, roofline.Work | None]  # the least FLOPs and bytes
+    gaps: list[float] = field(default_factory=list)  # every inter-token time
+    spread: dict[str, float] | None = None  # p50, p90, p99 of them
+    reason: str = ""  # what decides its time, as expected from shape and machine
+
+    def over(self, metric: str) -> float | None:
+        """How many times the bound."""
+        ms, bound = self.ms[metric], self.bound[metric]
+        return ms / bound if ms and bound else None
+
+    @property
+    def at(self) -> str:
+        return self.shape + (f", {self.threads} threads" if self.threads > 1 else "")
+
+
+@dataclass
+class Place:
+    """All that reports/ holds of one machine."""
+
+    slug: str
+    name: str = ""
+    about: list[str] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    pairs: list[dict] = field(default_factory=list)  # verdicts on steps, with model, shape and file
+    ops: list[dict] = field(default_factory=list)  # {stage, pass, op, ms}
+    lengths: list[dict] = field(default_factory=list)  # `lesson roofline STAGE`: {stage, model, tokens: [...]}
+    sweeps: list[dict] = field(default_factory=list)  # {stage, model, setting, rows}
+    kernels: dict[str, dict] = field(default_factory=dict)  # a kernel ladder's record by its name
+    sizes: dict[str, tuple | None] = field(default_factory=dict)  # of each model, as `sized` tells
+    roofs: dict | None = None  # {read, read_all: [(bytes, GB/s)], flops: {one, all: GFLOP/s}, int8: Gop/s or None}
+
+
+class NeedsPlot(Exception):
+    """The plotting libraries are not installed."""
+
+    exit_code = 4
+
+
+def write(out: Path, reports: Path = REPORTS) -> list[Path]:
+    """Write report.md and its plots for each machine of reports/ below `out`. -> the files.
+
+    Raises ReportError, RecordError where `out` can't be written, and NeedsPlot after what needs no plot.
+    """
+    from common import plots
+
+    made, missing = [], False
+    for place in gather(reports):
+        folder = records.writable(out / place.slug)
+        drawn = plots.plots(place)
+        shown = [plot for plot in drawn if isinstance(plot, plots.Plot)]
+        left_out = [plot.sentence for plot in drawn if isinstance(plot, plots.Absent)]
+        made.append(records.write(markdown(place, shown, left_out), folder / "report.md"))
+        try:
+            for plot in shown:
+                png, svg = plots.pictures(plot)
+                (folder / f"{plot.name}.png").write_bytes(png)
+                made += [folder / f"{plot.name}.png", records.write(svg, folder / f"{plot.name}.svg")]
+        except ImportError:
+            missing = True
+    if missing:
+        raise NeedsPlot("report.md is written; plots and page need more: `pip install 'lesson[plot]'` (in a clone "
+                        "`pip install -e '.[plot]'`)")  # fmt: skip
+    return made
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def gather(reports: Path) -> list[Place]:
+    """Every machine of reports/ that has a measurement, those with most stages first. Raises ReportError."""
+    folders = [p for p in sorted(reports.iterdir()) if p.is_dir() and p.name not in NO_MACHINE]
+    places = [place for place in map(read, folders) if place.runs or place.kernels]
+    if not places:
+        raise ReportError(f"{reports} holds no measurements: `lesson compare naive tiling` makes the first")
+    return sorted(places, key=lambda p: (-len({r.stage for r in p.runs}), p.slug))
+
+
+def read(folder: Path) -> Place:
+    """One machine's records. Raises ReportError where one is not as this version writes it."""
+    place, todo = Place(folder.name), []
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            todo.append((path, json.loads(path.read_text("utf-8"))))
+        except (OSError, ValueError) as error:
+            raise ReportError(f"{path} is no record ({error}): move it away, or measure again") from error
+    # Roofs first, since bounds that a record does not state follow from them
+    for path, document in sorted(todo, key=lambda item: "roofs" not in item[1] and item[0].parent.name != "roofline"):
+        try:
+            take(place, path, document)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ReportError(
+                f"{path} is not as this version of the course writes it ({error!r}): measure again, or move it away"
+            ) from error
+    return place
+
+
+def take(place: Place, path: Path, document: dict) -> None:
+    """Add what one record says."""
+    kind, file = path.parent.name, f"{place.slug}/{path.parent.name}/{path.name}"
+    here = document.get("machine", {}).get("slug") == place.slug  # not of a stage that ran on the host's CPU
+    if kind in ("compare", "climb") and "stages" in document:
+        compared(place, document, file)
+    elif kind == "llm" and here and "stage" in document and "shape" in document["rows"][0]:
+        identify(place, document["machine"], document.get("commit"))
+        place.roofs = gpu_roofs(document["roofs"]) if document.get("roofs") else place.roofs
+        for block in (document, *document.get("also", ())):
+            block = {**block, "stage": document["stage"], "threads": document.get("threads", 1)}
+            for row in block["rows"]:
+                run = timed(place, {**block, **row}, file)
+                given = block.get("expected", {}).get(row["shape"])
+                run.expected["prompt" if run.ms["prompt"] else "token"] = given or run.expected["prompt"]
+                place.runs.append(run)
+            place.ops += profiled(block)
+    elif kind == "profile" and here:
+        place.ops += profiled({"stage": document["stage"], "profile": document})
+    elif kind == "roofline":
+        identify(place, document["machine"], document["commit"])
+        place.roofs = cpu_roofs(document["machine"])
+        place.lengths.append({k: document[k] for k in ("stage", "model", "tokens", "threads")} | {"file": file})
+    elif kind == "sweep" and "setting" in document:
+        place.sweeps.append({**document, "model": label(document["model"]), "file": file})
+    elif kind == "peers":
+        place.runs += [peer(place, document, row, file) for row in document["rows"]]
+    elif path.name == "ladder.json":
+        machine = document["machine"]
+        identify(place, {**machine, "name": machine.get("gpu") or machine["cpu"]}, {"sha": machine["commit"]})
+        place.kernels[kind] = {**document, "file": file}
+
+
+def compared(place: Place, document: dict, file: str) -> None:
+    """A comparison, or the whole ladder: its runs and the verdicts on its steps."""
+    runs = [r for r in document["stages"] if "missing" not in r]
+    made = [timed(place, r, file) for r in runs]
+    place.runs += made
+    for pair in document["pairs"]:
+        run = next(r for r in made if r.stage == pair["b"] and pair.get("shape") in (None, r.shape))
+        place.pairs.append({**pair, "model": run.model, "shape": run.shape, "at": run.at, "reason": run.reason})
+    for r in runs:
+        identify(place, r["machine"], r["commit"])
+
+
+def identify(place: Place, machine: dict, commit: dict | None) -> None:
+    """Name the machine, and what its records say of it, each thing once."""
+    place.name = place.name or machine["name"]
+    told = [f"{machine['cores']} cores, {machine['memory'] / 2**30:,.0f} GB"] if machine.get("memory") else []
+    told += [machine[key] for key in ("os", "nvidia_smi") if machine.get(key)]
+    told += [", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())]
+    place.about += [t for t in told if t and t not in place.about]
+    if commit and commit["sha"][:9] not in place.commits:
+        place.commits.append(commit["sha"][:9])
+
+
+def timed(place: Place, row: dict, file: str) -> Run:
+    """A run record, or a row of a stage's record with what that record begins with."""
+    prompt = row["prompt"] if "prompt" in row else len(row["prompt_ids"])
+    name, expect, shape, threads = label(row["model"]), row.get("expect") or {}, row["shape"], row["threads"]
+    if row["model"].get("quant_mix"):
+        place.sizes[name] = sized(row["model"])
+    work = works(place.sizes.get(name), row["stage"], prompt)
+    file_work = works(place.sizes.get(name), None, prompt)
+    ms = {m: row[key] and row[key]["median"] for m, key in KEYS.items()}
+    if shape.startswith("tg"):
+        ms["prompt"] = None  # its prompt is there for the depth alone
+    return Run(
+        stage=row["stage"],
+        model=name,
+        shape=shape,
+        threads=threads,
+        prompt=prompt,
+        file=file,
+        ms=ms,
+        bound={m: expect.get(f"bound_{key}") or bound(place, file_work[m], threads) for m, key in KEYS.items()},
+        expected={m: expect.get(key) for m, key in KEYS.items()},
+        work=work,
+        gaps=[gap for sample in row.get("gaps_ms") or () for gap in sample],
+        spread=row.get("inter_token_ms"),
+        reason=expect.get("reason", ""),
+    )
+
+
+def peer(place: Place, document: dict, row: dict, file: str) -> Run:
+    """A row of llama-bench, as a run of llama.cpp."""
+    metric, name, threads = "token" if row["new"] else "prompt", named(document["model"]["name"]), document["threads"]
+    prompt = max(1, row["depth"] if row["new"] else row["prompt"])
+    work = works(place.sizes.get(name), None, prompt)
+    return Run(
+        stage="llama.cpp",
+        model=name,
+        shape=row["shape"],
+        threads=threads,
+        prompt=prompt,
+        file=file,
+        ms={m: row["ms"]["median"] if m == metric else None for m in METRICS},
+        bound={m: bound(place, work[m], threads) for m in METRICS},
+        expected=dict.fromkeys(METRICS),
+        work=work,
+    )
+
+
+def label(model: dict) -> str:
+    """'SmolLM2 135M Q4_1', with the layers where not all of them ran."""
+    cut = model.get("layers") != model.get("file_layers")
+    return f"{named(model['name'])} {model['quant']}" + (f", {model['layers']} layers" if cut else "")
+
+
+def known(place: Place, name: str) -> str:
+    """The label of a model that a record gives by name alone: that of a run on it, where there is one."""
+    return next((run.model for run in place.runs if run.model.startswith(f"{named(name)} ")), named(name))
+
+
+def named(name: str) -> str:
+    for told, short in NAMES.items():
+        name = name.replace(told, short)
+    return name
+
+
+# ---- work and bounds -------------------------------------------------------------------------------------------
+
+
+def sized(model: dict) -> tuple[SimpleNamespace, int] | None:
+    """A known shape's (config, bytes of the matrices that a token needs), told by the count of its weights."""
+    weights = sum(model["quant_mix"].values())
+    for shape in synth.SHAPES.values():
+        counts = {name: math.prod(size) for name, size in synth._tensors(shape)}
+        layer = sum(count for name, count in counts.items() if name.startswith("blk.0."))
+        layers, rest = divmod(weights - sum(counts.values()) + shape.L * layer, layer)
+        if rest == 0 and 1 <= layers <= shape.L:
+            config = SimpleNamespace(**{**shape._asdict(), "L": layers, "hd": synth.HEAD})
+            held = {kind: count for kind, count in model["quant_mix"].items() if kind != "F32"}
+            if not shape.tied:  # a row of the embedding is read, not all of it
+                held[model["quant"]] -= shape.V * shape.D
+            return config, sum(count // TYPES[kind].block * TYPES[kind].bytes for kind, count in held.items())
+    return None
+
+
+def works(size: tuple | None, stage: str | None, prompt: int) -> dict[str, roofline.Work | None]:
+    """The least a prompt and a token after it take, with weights as the stage holds them (None: as the file does)."""
+    if size is None:
+        return dict.fromkeys(METRICS)
+    config, nbytes = size
+    held = roofline.float_bytes(config)
+    if stage not in roofline.FLOAT:
+        held = {**dict.fromkeys(held, 0), "output": nbytes}
+    prefill, decode = (roofline.total(roofline.work(config, *at, held)) for at in ((prompt, prompt), (1, prompt + 1)))
+    return {"prompt": prefill, "token": decode}
+
+
+def bound(place: Place, work: roofline.Work | None, threads: int) -> float | None:
+    """The least ms for this work on the measured roofs."""
+    if not (work and place.roofs):
+        return None
+    read = curve(place.roofs["read_all" if threads > 1 else "read"], work.bytes)
+    return max(work.bytes / read, work.flops / place.roofs["flops"]["all" if threads > 1 else "one"]) / 1e6
+
+
+def gpu_roofs(found: dict) -> dict:
+    rate = found["multiply_add_gflops"]
+    return {"read": found["read_gbs"], "read_all": found["read_gbs"], "flops": {"one": rate, "all": rate}, "int8": None}
+
+
+def cpu_roofs(machine: dict) -> dict:
+    rates = {"one": machine["fma_gflops"], "all": machine["fma_all_gflops"]}
+    read_all = machine["read_all_gbs"] or machine["read_gbs"]
+    return {"read": machine["read_gbs"], "read_all": read_all, "flops": rates, "int8": machine["int8_gops"]}
+
+
+# ---- where time goes -------------------------------------------------------------------------------------------
+
+
+def profiled(record: dict) -> list[dict]:
+    """A stage's time by op: {stage, pass, op, ms}, from whichever way its record tells it."""
+    stage, found = record["stage"], {}
+    inside = record.get("profile") or {}
+    if "prefill" in inside:
+        for one in filter(None, (inside["prefill"], inside.get("decode"))):
+            rows = [(row["op"], row["ms"]) for row in one["rows"]] + [("other", max(0.0, one["outside_ms"]))]
+            found[one["new_tokens"] if one is inside["prefill"] else 1] = rows
+    elif "host_ms" in record:
+        for at, ops in record["host_ms"].items():
+            rows = [(op, ms) for op, ms in ops.items() if op != "step_ms"]
+            found[int(at[2:])] = [*rows, ("other", max(0.0, ops["step_ms"] - sum(ms for _, ms in rows)))]
+    elif "op_ms" in inside.get("T=1", {}):
+        for at, one in inside.items():
+            if at.startswith("T="):
+                rows = [(op, row["ms"]) for op, row in one["op_ms"].items()]
+                found[int(at[2:])] = [*rows, ("launches, waits", max(0.0, one["ms"] - sum(ms for _, ms in rows)))]
+    elif "kernels_us" in record and "T=1" in record["kernels_us"]:
+        for at, ops in record["kernels_us"].items():
+            found[int(at[2:])] = [(op.partition(" ")[0], row["ms"]) for op, row in ops.items()]
+    else:
+        steps = record.get("kernels_us") or record.get("phases_us") or {}
+        for ops in list(steps.values())[:1]:  # after few tokens; the other after many
+            found[1] = [(op, row["us"] * row["calls"] / 1e3) for op, row in ops.items()]
+    sums = Counter()
+    for T, rows in found.items():
+        for op, ms in rows:
+            sums[T, op] += ms
+    return [{"stage": stage, "new": T, "op": op, "ms": ms} for (T, op), ms in sums.items()]
+
+
+# ---- the climb -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Climb:
+    """A model's stages on one machine by one metric, each at one shape, in the order of the ladder."""
+
+    model: str
+    metric: str
+    runs: list[Run]
+    shape: str  # that most of them ran at
+
+    @property
+    def stages(self) -> list[Run]:
+        return [run for run in self.runs if run.stage not in PEERS]
+
+    @property
+    def first(self) -> Run:
+        return self.stages[0]
+
+    @property
+    def best(self) -> Run:
+        return min(self.stages, key=lambda run: run.over(self.metric))
+
+
+def climbs(place: Place) -> list[Climb]:
+    """Each model and metric that two stages or more were timed on; most stages first, tokens before prompts."""
+    found = []
+    for model in dict.fromkeys(run.model for run in place.runs):
+        for metric in METRICS:
+            runs = [run for run in place.runs if run.model == model and run.over(metric)]
+            shapes = Counter(run.at for run in {(r.stage, r.at): r for r in runs if r.stage not in PEERS}.values())
+            chosen = [at_shape(name, runs, shapes, metric) for name in order(runs)]
+            if sum(run.stage not in PEERS for run in chosen) > 1:
+                found.append(Climb(model, metric, chosen, shapes.most_common(1)[0][0]))
+    return sorted(found, key=lambda c: (-len(c.stages), c.metric == "prompt"))
+
+
+def order(runs: list[Run]) -> list[str]:
+    """The stages among runs as the ladder has them, then peers, then a reader's own."""
+    known = [*LADDER, *PEERS]
+    return sorted({r.stage for r in runs}, key=lambda s: (known.index(s) if s in known else len(known), s))
+
+
+def at_shape(stage: str, runs: list[Run], shapes: Counter, metric: str) -> Run:
+    """Of a stage's runs the one at the shape that most stages share; from the whole ladder's record where it has one,
+    else from the comparison of most stages.
+    """
+    mine = [run for run in runs if run.stage == stage]
+    beside = Counter(run.file for run in runs)
+    return max(mine, key=lambda r: (shapes[r.at], "/climb/" in r.file, beside[r.file], r.prompt))
+
+
+def step(place: Place, run: Run, metric: str) -> dict | None:
+    """A stage against its PREVIOUS: {ratio, expected_ratio, verdict, mark}.
+
+    Of paired runs at this run's shape (no mark), else of two records at it (‡), else of paired runs at another (†).
+    """
+    previous = diff.constant(source_path(run.stage), "PREVIOUS") if run.stage in LADDER else None
+    wanted = (previous, run.stage, KEYS[metric], run.model)
+    pairs = [p for p in place.pairs if (p["a"], p["b"], p["metric"], p["model"]) == wanted]
+    for pair in pairs:
+        if pair["shape"] == run.shape:
+            return {**pair, "mark": ""}
+    for other in place.runs:
+        if (other.stage, other.model, other.at) == (previous, run.model, run.at) and other.ms[metric]:
+            ratio = other.ms[metric] / run.ms[metric]
+            return {"ratio": ratio, "expected_ratio": None, "verdict": None, "mark": "‡"}
+    return {**pairs[0], "mark": "†"} if pairs else None
+
+
+# ---- report.md -------------------------------------------------------------------------------------------------
+
+
+def markdown(place: Place, plots: list, left_out: list[str]) -> str:
+    """report.md of one machine: its climbs with peers beside them, what lost, the kernel ladders, and the plots."""
+    lines = [f"# lesson on {place.name}", "", f"{about(place)}.", ""]
+    for model in dict.fromkeys(climb.model for climb in climbs(place)):
+        lines += [f"## {model}", "", *climb_table(place, model), ""]
+    lines += ["## What lost", "", *(lost(place) or ["Nothing that was measured here."]), ""]
+    for name in place.kernels:
+        lines += [f"## {name}", "", *kernel_table(place, name), ""]
+    if plots:
+        lines += ["## Plots", ""]
+        lines += [line for plot in plots for line in (f"![{plot.title}]({plot.name}.png)", "", plot.caption, "")]
+    if left_out:
+        lines += ["## Left out", "", *(f"* {sentence}" for sentence in left_out), ""]
+    return "\n".join(lines)
+
+
+def about(place: Place) -> str:
+    return "; ".join([*place.about, f"commit{'s' * (len(place.commits) > 1)} {', '.join(place.commits)}"])
+
+
+def climb_table(place: Place, model: str) -> list[str]:
+    """A model's stages: ms, × the stage before, what that was expected to be, and × the bound, for prompt and token."""
+    found = {c.metric: c for c in climbs(place) if c.model == model}
+    rows = {(m, run.stage): run for m, c in found.items() for run in c.runs}
+    head = [f"{title} | × before | expected × | × bound" for title in ("TTFT ms", "ms/token")]
+    lines = ["| | shape | " + " | ".join(head) + " |", "|---|---|" + "---:|" * 8]
+    for stage in order([run for _, run in rows.items()]):
+        here = {m: rows.get((m, stage)) for m in METRICS}
+        cells = [f"*{stage}*" if stage in PEERS else stage, shapes_of(here.values())]
+        for metric in ("prompt", "token"):
+            run = here[metric]
+            made = run and step(place, run, metric)
+            cells += [
+                show.number(run and run.ms[metric]),
+                show.times(made["ratio"]) + made["mark"] if made else "–",
+                show.times(made and made["expected_ratio"]),
+                show.times(run and run.over(metric)),
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", "× before: of runs that took turns; † of such runs at another shape; ‡ of two records."]
+
+
+def shapes_of(runs) -> str:
+    return "; ".join(dict.fromkeys(run.at for run in runs if run))
+
+
+def lost(place: Place) -> list[str]:
+    """A sentence for each step that gained nothing, and for each peer that is ahead of every stage."""
+    found = []
+    for pair in place.pairs:
+        if pair["verdict"] in ("slower", "no measurable change") and pair["a"] != pair["b"]:
+            word = f"{show.times(1 / pair['ratio'])} the time" if pair["verdict"] == "slower" else pair["verdict"]
+            what = "TTFT" if pair["metric"] == KEYS["prompt"] else "ms/token"
+            found.append(f"* {pair['b']} against {pair['a']}, {what}, {pair['model']} {pair['at']}: {word}"
+                         + (f"; {pair['reason']}." if pair["reason"] else "."))  # fmt: skip
+    for climb in climbs(place):
+        for run in climb.runs:
+            ahead = climb.best.over(climb.metric) / run.over(climb.metric)
+            if run.stage in PEERS and ahead > 1:
+                what = f"{METRICS[climb.metric]}, {climb.model}"
+                found.append(f"* {climb.best.stage}, the nearest to the bound, takes {show.times(ahead)} as many times "
+                             f"the bound as {run.stage}: {what}, {climb.best.at} and {run.at}.")  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def kernel_rows(place: Place, name: str) -> list[dict]:
+    """A kernel ladder's timed rows at the shape that most rungs ran, the largest of those; rungs first, in order."""
+    timed = [r for r in place.kernels[name]["rows"] if r.get("ms")]
+    shapes = Counter(tuple(r["shape"]) for r in timed)
+    shape = max(shapes, key=lambda s: (shapes[s], math.prod(s)))
+    rungs = kernel_rungs(name)
+    rows = [r for r in timed if tuple(r["shape"]) == shape]
+    return sorted(rows, key=lambda r: rungs.index(r["stage"]) if r["stage"] in rungs else len(rungs))
+
+
+def kernel_rungs(name: str) -> list[str]:
+    return [rung.partition("/")[2] for rung in catalog.kernels(name)["rungs"]]
+
+
+def kernel_unit(rows: list[dict]) -> tuple[str, float]:
+    """The unit in which rates read best, and how many of it are a TFLOP/s."""
+    return ("TFLOP/s", 1.0) if max(r["tflops"] for r in rows) > 1 else ("GFLOP/s", 1e3)
+
+
+def kernel_table(place: Place, name: str) -> list[str]:
+    """A kernel ladder at one shape: ms, rate, percent of peak, and times each baseline's speed."""
+    rows = kernel_rows(place, name)
+    unit, factor = kernel_unit(rows)
+    baselines = list(dict.fromkeys(b for r in rows for b in r["ratio_to_baseline"]))
+    lines = [f"{' × '.join(map(str, rows[0]['shape']))}.", ""]
+    lines.append(f"| | type | ms | {unit} | % of peak | " + " | ".join(f"× {b}" for b in baselines) + " |")
+    lines.append("|---|---|---:|---:|---:|" + "---:|" * len(baselines))
+    for r in rows:
+        cells = [r["stage"], r["dtype"], show.number(r["ms"]["median"]), show.number(r["tflops"] * factor)]
+        cells += [show.number(r["percent_peak"]), *(show.number(r["ratio_to_baseline"].get(b)) for b in baselines)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines

@@ -1,0 +1,130 @@
+"""`lesson report`: report.md and plots say what the records say, and what has no record is left out."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import cli
+from common import chapters, plots, report, show
+from common.figures import REPORTS
+
+FOLDERS = [p.name for p in sorted(REPORTS.iterdir()) if p.is_dir() and p.name not in report.NO_MACHINE]
+
+
+@pytest.fixture(scope="session")
+def places():
+    return {place.slug: place for place in report.gather(REPORTS)}
+
+
+@pytest.fixture
+def one(tmp_path):
+    """A reports/ of one comparison: (folder, path of the record, its document)."""
+    source = max(REPORTS.glob("*/compare/*.json"), key=lambda p: len(json.loads(p.read_text("utf-8"))["stages"]))
+    path = tmp_path / source.parent.parent.name / "compare" / source.name
+    path.parent.mkdir(parents=True)
+    shutil.copy(source, path)
+    return tmp_path, path, json.loads(path.read_text("utf-8"))
+
+
+def told(reports):
+    place = report.gather(reports)[0]
+    drawn = plots.plots(place)
+    left_out = [p.sentence for p in drawn if isinstance(p, plots.Absent)]
+    return report.markdown(place, [p for p in drawn if isinstance(p, plots.Plot)], left_out)
+
+
+def test_every_machine_that_has_records_is_there(places):
+    assert sorted(places) == FOLDERS
+    assert all(place.name and place.about and place.commits for place in places.values())
+
+
+def test_times_are_the_records(one):
+    folder, path, document = one
+    for run in document["stages"]:
+        assert f"| {run['stage']} |" in told(folder) and show.number(run["ttft_ms"]["median"]) in told(folder)
+    document["stages"][-1]["ttft_ms"]["median"] = 123456.0
+    path.write_text(json.dumps(document), "utf-8")
+    assert "123,456" in told(folder)
+
+
+def test_a_plot_follows_its_record(one):
+    folder, path, document = one
+    document["stages"][0]["ms_per_token"]["median"] = 98765.0
+    path.write_text(json.dumps(document), "utf-8")
+    place = report.gather(folder)[0]
+    climb = next(p for p in plots.plots(place) if p.name == "climb-token")
+    bound = document["stages"][0]["expect"]["bound_ms_per_token"]
+    assert climb.rows[0][2] == "98,765"
+    assert climb.spec["data"]["values"][0]["over"] == pytest.approx(98765 / bound)
+
+
+def test_the_bound_of_a_record_without_one_is_what_a_comparison_states(places):
+    checked = 0
+    for place in places.values():
+        for run in place.runs:
+            size = place.sizes.get(run.model)
+            if "/compare/" in run.file and size and place.roofs:
+                works = report.works(size, None, run.prompt)
+                for metric in [m for m in report.METRICS if run.bound[m]]:
+                    now = report.bound(place, works[metric], run.threads)
+                    assert now == pytest.approx(run.bound[metric], rel=0.1), (run.file, metric)  # roofs of another day
+                    checked += 1
+    assert checked
+
+
+def test_losses_are_told_with_their_reason(one):
+    folder, path, document = one
+    pair, run = document["pairs"][0], document["stages"][1]
+    pair |= {"verdict": "slower", "ratio": 0.5}
+    run["expect"]["reason"] = "unpacking decides"
+    path.write_text(json.dumps(document), "utf-8")
+    line = next(line for line in told(folder).splitlines() if line.startswith(f"* {pair['b']} against {pair['a']}"))
+    assert line.endswith("2.00× the time; unpacking decides.")
+
+
+def test_what_has_no_record_is_left_out_with_its_command(one):
+    text = told(one[0])
+    for command in ("lesson roofline kv_cache", "lesson profile quantized", "lesson sweep kv_cache depth="):
+        assert f"`{command}" in text.partition("## Left out")[2]
+
+
+@pytest.mark.parametrize("text", ["{", '{"stages": [{}], "pairs": []}'])
+def test_a_broken_record_is_one_sentence(one, text):
+    one[1].write_text(text, "utf-8")
+    with pytest.raises(report.ReportError, match=f"{one[1].name}.*measure again"):
+        report.gather(one[0])
+
+
+def test_no_records_is_one_sentence(tmp_path):
+    with pytest.raises(report.ReportError, match="lesson compare naive tiling"):
+        report.gather(tmp_path)
+
+
+def test_without_the_libraries_report_md_is_written_and_the_command_named(one, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    monkeypatch.setattr(chapters, "refresh", list)
+    monkeypatch.setattr(report.write, "__defaults__", (one[0],))
+    found = CliRunner().invoke(cli.app, ["report", "--out", str(tmp_path / "out")])
+    assert found.exit_code == 4 and "pip install 'lesson[plot]'" in found.stderr and found.stderr.count("\n") == 1
+    assert len(list(tmp_path.glob("out/*/report.md"))) == 1
+
+
+def test_pictures_are_drawn_beside_report_md(one, tmp_path):
+    made = report.write(tmp_path / "out", one[0])
+    text = next(p for p in made if p.name == "report.md").read_text("utf-8")
+    pictures = [p for p in made if p.suffix == ".png"]
+    assert pictures and all(p.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and f"({p.name})" in text for p in pictures)
+    climb = next(p for p in made if p.name == "climb-token.svg").read_text("utf-8")
+    assert all(f">{run['stage']}<" in climb for run in one[2]["stages"])
+    assert "$" not in climb and "var(" not in climb
+
+
+def test_every_plot_of_every_machine_has_values_and_a_table(places):
+    for place in places.values():
+        for plot in plots.plots(place):
+            if isinstance(plot, plots.Plot):
+                assert plot.rows and all(len(row) == len(plot.columns) for row in plot.rows), plot.name
+                assert plot.caption and plot.title and json.dumps(plots.for_page(plot), allow_nan=False)
