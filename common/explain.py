@@ -88,7 +88,7 @@ class Loop:
         arithmetic = fused + multiplied + added
         packed = [t for t in arithmetic if re.search(reads.packed, t)]
         lanes = {id(ts): sum(floats(t, reads) for t in ts) for ts in (fused, multiplied, added)}
-        touching = [t for t in texts if re.search(reads.memory, t) and not re.match(r"lea|nop", t)]
+        touching = [t for t in texts if re.search(reads.memory, t) and not re.match(r"lea|nop|prefetch|prfm", t)]
         stores = [t for t in touching if re.search(reads.store, t)]
         return {
             "lines": sorted({line for _, line in self.instructions if line}),

@@ -18,7 +18,8 @@ MARGIN = 8  # an id may differ where the oracle prefers its own by less than thi
 def tolerance(stage: str, rows: int = MANY) -> float:
     """The largest NMSE of logits over so many rows allowed to a stage.
 
-    Rounding to 8 bits spikes at single positions, early ones above all, to a few times the mean: few may show more.
+    Rounding to 8 bits spikes at single positions. Over 400 of SmolLM2's the worst one alone is at half of what this
+    allows, and so are the worst two, four and eight in a row: the spike is shared by the rows beside it.
     """
     rounded = operands(stage)
     return TOLERANCE[rounded] * (max(1.0, MANY / rows) if rounded == "int8" else 1.0)
@@ -70,7 +71,7 @@ def log_softmax(x):
 
 MATMULS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")  # in the order of forward
 OP_TOLERANCE = 1e-7  # NMSE of one op on the inputs it was given
-MATMUL_TOLERANCE = {"float32": OP_TOLERANCE, "float16": 1e-6, "int8": 2e-3}  # real activations have outliers
+MATMUL_TOLERANCE = {"float32": OP_TOLERANCE, "float16": 1e-6, "int8": 2e-3}  # SmolLM2's worst, a w_v, is at half
 STREAM_TOLERANCE = {"float32": 1e-9, "float16": 1e-4, "int8": 5e-3}  # NMSE of the residual stream; float32 is at 1e-12
 
 

@@ -138,6 +138,7 @@ def bring_in(
             "name": job.model_name,
             "sha256": job.sha256,
             **{k: first[k] for k in NEEDED if k.startswith("model_")},
+            "model_filename": job.path.name,  # which matched has compared; where it lay is nobody's business
         },
         "threads": first["n_threads"],
         "rows": list(kept.values()),
@@ -153,7 +154,7 @@ def machine_of(row: dict, here: str) -> str:
     if row.get("gpu_info") and row.get("n_gpu_layers"):
         return row["gpu_info"].split(", ")[0]
     names = row["cpu_info"].split(", ")
-    return here if here in names else names[0]
+    return here if machine.sold_as() in names else names[0]
 
 
 def before(target: Path, job: Job) -> dict:

@@ -213,7 +213,16 @@ def identify() -> Machine:
 
 
 def cpu_name() -> str:
-    """The CPU's marketing name, or what the platform knows of it."""
+    """The CPU's marketing name; where a hypervisor keeps the model to itself, with LLVM's name for what is inside.
+
+    'AMD EPYC (znver4)': the bare name stands for machines that share nothing but their maker.
+    """
+    name = sold_as()
+    return name if re.search(r"\d", name) else f"{name} ({llvm.get_host_cpu_name()})"
+
+
+def sold_as() -> str:
+    """The CPU's name as the system tells it."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
     except OSError:

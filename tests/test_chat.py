@@ -298,14 +298,15 @@ class Terminal:
         """The exit code, and what processes of its own are left."""
         code = self.process.wait(30)
         time.sleep(0.1)
-        return code, [p for p in psutil.process_iter() if p.pid != self.process.pid and group(p) == self.process.pid]
+        return code, [p for p in psutil.process_iter() if p.pid != self.process.pid and runs_in(self.process.pid, p)]
 
 
-def group(process):
+def runs_in(group, process):
+    """Whether a process of that group still runs; one that nobody has collected yet is over."""
     try:
-        return os.getpgid(process.pid)
-    except ProcessLookupError:
-        return None
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 @pytest.fixture

@@ -275,9 +275,10 @@ def test_no_process_is_left_when_the_caller_gives_up(tiny):
     def give_up(token, ms):
         raise KeyboardInterrupt
 
+    before = psutil.Process().children()  # other tests' pools keep a process that tracks what they share
     with pytest.raises(KeyboardInterrupt):
         harness.run(Request("tiling", str(tiny), IDS, 50), give_up)
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == before
 
 
 def test_a_worker_dies_with_its_parent(tiny, tmp_path):

@@ -46,6 +46,14 @@ def test_identity_names_this_machine():
     assert all(c.ways * c.sets <= c.bytes // 32 for c in me.caches)
 
 
+def test_a_name_that_tells_no_model_is_told_apart(monkeypatch):
+    monkeypatch.setattr(machine.llvm, "get_host_cpu_name", lambda: "znver3")
+    monkeypatch.setattr(machine, "sold_as", lambda: "AMD EPYC")
+    assert machine.identify().slug == "amd-epyc-znver3"
+    monkeypatch.setattr(machine, "sold_as", lambda: "AMD EPYC 7763 64-Core Processor")
+    assert machine.cpu_name() == "AMD EPYC 7763 64-Core Processor"
+
+
 @pytest.mark.parametrize(
     ("name", "want"),
     [

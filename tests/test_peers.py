@@ -248,7 +248,7 @@ def row(tiny):
         "model_filename": f"/elsewhere/{tiny.name}",
         "model_size": sum(t.raw.nbytes for t in tensors),
         "model_n_params": sum(int(np.prod(t.shape)) for t in tensors),
-        "cpu_info": machine.identify().name,
+        "cpu_info": machine.sold_as(),
     }
     return ROW | own
 
@@ -278,7 +278,8 @@ def test_rows_are_kept_in_ms_of_a_prompt_and_of_a_token(bring_in, row, tmp_path)
     (kept,) = (tmp_path / "kept").rglob("*.json")
     assert json.loads(kept.read_text()) == json.loads(json.dumps(found))
     assert kept.parent.name == "peers"
-    assert kept.parent.parent.name == found["machine"]["slug"]
+    assert kept.parent.parent.name == found["machine"]["slug"] == machine.identify().slug
+    assert "elsewhere" not in kept.read_text(), "where the model lay is told"
     prompt, token = found["rows"]
     assert (prompt["shape"], prompt["ms"]["median"], prompt["tokens_per_s"]) == ("pp3", 3.0, 1000.0)
     assert (token["shape"], token["ms"]["median"], token["tokens_per_s"]) == ("tg2@d4", 4.0, 250.0)
