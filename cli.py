@@ -1,10 +1,12 @@
 """The command line: one small function per command, no logic."""
 
+import functools
 import json
 import os
 import signal
 import sys
-from typing import Annotated
+from inspect import Signature, signature
+from typing import Annotated, NewType
 
 import typer
 from typer.core import TyperGroup
@@ -80,6 +82,35 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Of the draws; drawn it
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Save = Annotated[str | None, typer.Option("--save", metavar="DIR", help="Keep the record there.")]
 
+# What says on what a stage runs, and how its tokens are drawn: flags that a command takes as one dictionary.
+Job, Draw = NewType("Job", dict), NewType("Draw", dict)
+FLAGS = {
+    Job: {
+        "model": Model, "layers": Layers, "prompt": Prompt, "ids": Ids, "shape": Shape, "n": New, "context": Context,
+        "threads": Threads,
+    },
+    Draw: {"temperature": Temperature, "top_k": TopK, "top_p": TopP, "min_p": MinP, "seed": Seed},
+}  # fmt: skip
+DEFAULTS = {"threads": 1}  # of flags that are not None where they are not given
+
+
+def command(function):
+    """As app.command(), for a function with a parameter of type Job or Draw: those flags stand in its place."""
+    parameters = signature(function).parameters.values()
+    groups = {p.name: FLAGS[p.annotation] for p in parameters if p.annotation in FLAGS}
+
+    @functools.wraps(function)
+    def called(**given):
+        taken = {group: {flag: given.pop(flag) for flag in flags} for group, flags in groups.items()}
+        return function(**given, **taken)
+
+    def spread(p):
+        flags = groups.get(p.name)
+        return [p.replace(name=f, annotation=flags[f], default=DEFAULTS.get(f)) for f in flags] if flags else [p]
+
+    called.__signature__ = Signature([flag for p in parameters for flag in spread(p)])
+    return app.command()(called)
+
 
 @app.callback()
 def main() -> None:
@@ -97,28 +128,17 @@ def list_stages(
     out(as_json, catalog.document(ladder), catalog.render)
 
 
-@app.command()
+@command
 def run(
     stage: StageName = None,
     stage_option: StageOption = None,
-    model: Model = None,
-    layers: Layers = None,
-    prompt: Prompt = None,
-    ids: Ids = None,
-    shape: Shape = None,
-    n: New = None,
-    context: Context = None,
-    threads: Threads = 1,
+    job: Job = None,
     budget: Annotated[float | None, typer.Option("--budget", min=1, help="Stop after so many seconds.")] = None,
     save_logits: Annotated[
         str | None, typer.Option(metavar="FILE.npy", help="Logits of every prompt position.")
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Evict the file first; count page faults.")] = False,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
+    draw: Draw = None,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
@@ -128,32 +148,24 @@ def run(
     from common.sampling import sampler
     from common.stage import require
 
-    require(one(stage, stage_option))
-    job = prepared(
-        model, layers, prompt, ids, shape, n, context, threads, sampler(temperature, top_k, top_p, min_p, seed)
-    )  # fmt: skip
+    name = one(stage, stage_option)
+    require(name)
+    ready = prepared(**job, sampler=sampler(**draw))
     if cold:
         from common import cold as freezing
 
-        return out(as_json, freezing.cold(one(stage, stage_option), job, save), freezing.render)
-    return out(as_json, running.run(one(stage, stage_option), job, budget, save_logits, as_json, save), show.run_result)
+        return out(as_json, freezing.cold(name, ready, save), freezing.render)
+    return out(as_json, running.run(name, ready, budget, save_logits, as_json, save), show.run_result)
 
 
-@app.command()
+@command
 def compare(
     stages: Annotated[
         list[str] | None, typer.Argument(metavar="A B …", help="Stages, each against the one before it; llama.cpp too.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="The whole ladder, each stage against its PREVIOUS.")] = False,
     grid: Annotated[bool, typer.Option("--grid", help="These ideas with and without each other.")] = False,
-    model: Model = None,
-    layers: Layers = None,
-    prompt: Prompt = None,
-    ids: Ids = None,
-    shape: Shape = None,
-    n: New = None,
-    context: Context = None,
-    threads: Threads = 1,
+    job: Job = None,
     budget: Budget = 60.0,
     as_json: Json = False,
     save: Save = None,
@@ -166,24 +178,22 @@ def compare(
         from common import grid as gridding
 
         ideas = gridding.checked(stages or [])
-        job = prepared(model, layers, prompt, ids, shape, n, context, threads)
-        return out(as_json, gridding.grid(ideas, job, budget, save), gridding.render)
+        return out(as_json, gridding.grid(ideas, prepared(**job), budget, save), gridding.render)
     if every:
         from common import climb
 
         if stages:
             raise typer.BadParameter("--all takes the whole ladder: name no stages beside it")
-        job = prepared(model, layers, prompt, ids, shape, n, context, threads)
-        return out(as_json, climb.climb(job, budget, save), climb.render)
+        return out(as_json, climb.climb(prepared(**job), budget, save), climb.render)
     names = comparing.checked(stages or [])
-    if kernels.checked(names, shape, layers=layers, prompt=prompt, ids=ids, n=n):
+    if kernels.checked(names, **{flag: job[flag] for flag in ("shape", "layers", "prompt", "ids", "n")}):
         if not as_json:
             paint(comparing.introduction(names, ops=()))
-        return out(as_json, kernels.compare(names, shape, budget, save), kernels.result)
-    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
+        return out(as_json, kernels.compare(names, job["shape"], budget, save), kernels.result)
+    ready = prepared(**job)
     if not as_json:
         paint(comparing.introduction(names))
-    return out(as_json, comparing.compare(names, job, budget, save), comparing.result)
+    return out(as_json, comparing.compare(names, ready, budget, save), comparing.result)
 
 
 @app.command()
@@ -251,7 +261,7 @@ def read(
         print(text, end="")
 
 
-@app.command()
+@command
 def chat(
     stage: StageName = None,
     stage_option: StageOption = None,
@@ -261,11 +271,7 @@ def chat(
     n: Annotated[int | None, typer.Option("-n", help="New tokens an answer (default 512).")] = None,
     context: Context = None,
     threads: Threads = 1,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
+    draw: Draw = None,
     as_json: Json = False,
 ) -> None:
     """Talk with a model on any stage; Ctrl-C stops an answer. From a pipe, each line is a turn."""
@@ -273,9 +279,8 @@ def chat(
     from common.sampling import sampler
 
     named = one(stage, stage_option) if stage or stage_option else None
-    drawn = sampler(temperature, top_k, top_p, min_p, seed)
     new = talking.NEW_TOKENS if n is None else n
-    job = prepared(model, layers, ".", None, None, new, context, threads, drawn)
+    job = prepared(model, layers, ".", n=new, context=context, threads=threads, sampler=sampler(**draw))
     out(as_json, talking.chat(named, job, system, as_json), lambda _: [])
 
 
@@ -312,7 +317,7 @@ def quality(
     out(as_json, scoring.quality(stages, job, text, tokens, budget, save), scoring.render)
 
 
-@app.command()
+@command
 def predict(
     stage: StageName = None,
     stage_option: StageOption = None,
@@ -321,14 +326,7 @@ def predict(
     ] = None,
     ms_per_token: Annotated[float | None, typer.Option("--ms-per-token", help="The same for a token after it.")] = None,
     estimate: Annotated[bool, typer.Option("--estimate", help="Show first what the course expects.")] = False,
-    model: Model = None,
-    layers: Layers = None,
-    prompt: Prompt = None,
-    ids: Ids = None,
-    shape: Shape = None,
-    n: New = None,
-    context: Context = None,
-    threads: Threads = 1,
+    job: Job = None,
     budget: Budget = 60.0,
     as_json: Json = False,
     save: Save = None,
@@ -339,9 +337,9 @@ def predict(
 
     name = one(stage, stage_option)
     source_path(name)
-    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
-    said = practising.asked_ratios(name, job, ttft, ms_per_token, estimate)
-    out(as_json, practising.predict(name, job, said, budget, save), practising.scored)
+    ready = prepared(**job)
+    said = practising.asked_ratios(name, ready, ttft, ms_per_token, estimate)
+    out(as_json, practising.predict(name, ready, said, budget, save), practising.scored)
 
 
 @app.command()
@@ -394,18 +392,11 @@ def hint(
     out(as_json, practising.hint(path, practising.confirmed(path, show_answer)), practising.told)
 
 
-@app.command()
+@command
 def profile(
     stage: StageName = None,
     stage_option: StageOption = None,
-    model: Model = None,
-    layers: Layers = None,
-    prompt: Prompt = None,
-    ids: Ids = None,
-    shape: Shape = None,
-    n: New = None,
-    context: Context = None,
-    threads: Threads = 1,
+    job: Job = None,
     ncu: Annotated[bool, typer.Option("--ncu", help="A GPU stage: Nsight Compute's counters too.")] = False,
     as_json: Json = False,
     save: Save = None,
@@ -413,8 +404,8 @@ def profile(
     """Where a stage's time goes, op by op, and what keeps it from the bound."""
     from common import profile as profiling
 
-    job = prepared(model, layers, prompt, ids, shape, n, context, threads)
-    out(as_json, profiling.profile(one(stage, stage_option), job, save, ncu), profiling.render)
+    ready = prepared(**job)
+    out(as_json, profiling.profile(one(stage, stage_option), ready, save, ncu), profiling.render)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from common import diff, harness, practice, show
 from common.harness import Request, RunError, Sample
 from common.job import Job, UsageError, prepare
 from common.stage import CPU, LADDER, code_path, rungs
+from common.stats import Verdict, verdict
 
 SPARE = {"math", "typing", "itertools", "collections", "dataclasses", "numpy", "numba"}  # what any stage may import
 BLAS = {"dot", "vdot", "inner", "matmul", "tensordot", "einsum", "einsum_path", "linalg", "matvec", "vecmat", "vecdot",
@@ -36,11 +37,14 @@ MEMORY_PROMPT = 32  # ids, so that computing them takes far longer than looking 
 MEMORY_TRIES = 5
 REMEMBERED = 4  # times sooner that a prompt may be answered when it is asked again
 ROUNDS = 3  # timed runs of each stage, each on a prompt of its own
-CLOSE = 1.25  # times what the course's own takes, which is always good enough
+SURE_ROUNDS = 7  # the same where a step gains little: as many as a comparison takes
+EQUAL = 1.1  # gains this near to each other are the same
+CLOSE = 1.25  # times what the course's own takes: good enough where half of its gain is less than that
 LOOSE = 2.0  # the same for what the step is not about
 WORTH = 1.5  # below this gain another model shows the step better
 ELSEWHERE = {"model": "tinyllama-shape", "layers": 1, "shape": "pp8"}  # long rows, and blocks of 256
 CLOCK_RATIO, CLOCK_MS = 1.2, 5.0  # what the parent's clock may show beyond the worker's, in the calmest of the runs
+POLL_S = 0.3  # between looks at a watched file
 CLOCK_QUICK_MS = 500.0  # the same for a single run: another program may have kept the parent waiting
 
 
@@ -89,6 +93,11 @@ class Work:
     def previous(self) -> str:
         return practice.previous(self.stage)
 
+    @property
+    def asked(self) -> str:
+        """The definitions that the step changes."""
+        return ", ".join(diff.constant(code_path(self.stage), "CHANGES"))
+
 
 def read(path: Path) -> Work:
     """The file and what of it is the reader's. Raises StageError and UsageError as practice.practised does."""
@@ -107,8 +116,7 @@ def read(path: Path) -> Work:
 
 def look(work: Work) -> None:
     """Raises CheckError where the text itself shows that something else would do the work."""
-    asked = ", ".join(diff.constant(code_path(work.stage), "CHANGES"))
-    blas = f"calls NumPy's BLAS, where {asked} has to be a kernel of your own"
+    blas = f"calls NumPy's BLAS, where {work.asked} has to be a kernel of your own"
     for node in ast.walk(ast.parse(work.text)):
         told = None
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -423,6 +431,15 @@ class Race(NamedTuple):
     taken: dict[str, dict[str, list[float]]]  # {measure: {name: samples}}, measures as in MEASURES
     on: str  # the model or the shape
     near: Callable[[str, float], str]  # (measure, value) -> which limit that is near
+    watches: list[Stopwatch] = []  # the parent's clock on each round
+
+    def longer(self, more: "Race") -> "Race":
+        """With the rounds of another race on the same."""
+        both = {
+            measure: {name: samples + more.taken[measure][name] for name, samples in of.items()}
+            for measure, of in self.taken.items()
+        }
+        return self._replace(taken=both, watches=self.watches + more.watches)
 
     def of(self, measure: str, name: str) -> float:
         return median(self.taken[measure][name])
@@ -432,48 +449,59 @@ class Race(NamedTuple):
         return self.of(measure, work.previous) / self.of(measure, work.stage)
 
     def main(self, work: Work) -> str:
-        """What the step is about: the measure on which the course's own gains most."""
-        return max(self.taken, key=lambda measure: self.gain(measure, work))
+        """What the step is about: where the course's own gains most, the first such measure where gains are equal."""
+        gains = {measure: self.gain(measure, work) for measure in self.taken}
+        return next(measure for measure, gain in gains.items() if gain * EQUAL >= max(gains.values()))
+
+    def told_apart(self, work: Work) -> Verdict:
+        """The course's own against the stage before it, as `lesson compare` judges them."""
+        of = self.taken[self.main(work)]
+        return verdict(of[work.previous], of[work.stage])
 
 
 MEASURES = {"ttft_ms": "TTFT ms", "ms_per_token": "ms/token", "peak_rss_mb": "peak MB", "ms": "ms"}
 
 
 def race(work: Work, flags: dict, say: Callable) -> Race:
-    """ROUNDS runs of each stage in turns, each round on a prompt of its own; every run of the file is checked.
+    """Runs of each stage in turns, each round on a prompt of its own; every run of the file is checked.
 
     Where the first round shows that the step is worth little on the usual model, another takes its place.
     """
     job = prepare(**flags)
-    found, watches = rounds(work, job, 1, say)
+    found = rounds(work, job, range(1), say)
     gain = found.gain(found.main(work), work)
     if gain < WORTH and work.stage in CPU and all(value is None for value in flags.values()):
-        other = prepare(**ELSEWHERE)
-        say(
-            f"{work.stage} gains {show.times(gain)} at most on {job.model_name}, too little to judge by, so "
-            f"on to {other.model_name}"
-        )
-        found, watches = rounds(work, other, ROUNDS, say)
-    else:
-        more, last = rounds(work, job, ROUNDS - 1, say)
-        watches += last
-        for measure, samples in found.taken.items():
-            for name in samples:
-                samples[name] += more.taken[measure][name]
-    clocks(work, watches, CLOCK_MS)
+        job = prepare(**ELSEWHERE)
+        say(f"{work.stage} gains {show.times(gain)} at most, too little to judge by, so on to {job.model_name}")
+        found = rounds(work, job, range(1), say)
+    return until_sure(work, found, lambda which: rounds(work, job, which, say))
+
+
+def until_sure(work: Work, found: Race, more: Callable[[range], Race]) -> Race:
+    """A race of one round made as long as its step needs; more(which) are those rounds. Raises CheckError as clocks."""
+    found = found.longer(more(range(1, ROUNDS)))
+    if found.gain(found.main(work), work) < CLOSE**2:  # half of which is less than CLOSE
+        found = found.longer(more(range(ROUNDS, SURE_ROUNDS)))
+    clocks(work, found.watches, CLOCK_MS)
     return found
 
 
-def rounds(work: Work, job: Job, count: int, say: Callable) -> tuple[Race, list[Stopwatch]]:
-    """So many rounds on one model, each every second time in the other order, and the parent's clock on each."""
+def turns(work: Work, i: int) -> list[str]:
+    """The stages in the order of round i, each second time the other way round."""
     names = [work.previous, work.name, work.stage]
+    return names if i % 2 == 0 else names[::-1]
+
+
+def rounds(work: Work, job: Job, which: range, say: Callable) -> Race:
+    """These rounds on one model."""
+    names = turns(work, 0)
     taken = {measure: {name: [] for name in names} for measure in ("ttft_ms", "ms_per_token", "peak_rss_mb")}
-    watches = [Stopwatch() for _ in range(count)]
+    watches = [Stopwatch() for _ in which]
     with tempfile.TemporaryDirectory() as folder:
         rows = str(Path(folder) / "rows")
-        for i, watch in enumerate(watches):
+        for i, watch in zip(which, watches, strict=True):
             ids = drawn(len(job.ids), job.gguf.config.V)
-            for name in names if i % 2 == 0 else names[::-1]:
+            for name in turns(work, i):
                 request = job.request(name, ids=ids, n=NEW, stop_ids=[], warm_ids=drawn(len(ids), job.gguf.config.V))
                 if name == work.name:
                     sample = examined(work, replace(request, rows_file=rows), watch)[0]
@@ -487,7 +515,7 @@ def rounds(work: Work, job: Job, count: int, say: Callable) -> tuple[Race, list[
                     taken[measure][name].append(value)
             say(f"right on {job.model_name}: {len(ids)} new random ids and {NEW} new tokens, {close}")
     on = f"{job.model_name}, pp{len(job.ids)}+tg{NEW}"
-    return Race(taken, on, lambda measure, value: near(work, job, measure, value)), watches
+    return Race(taken, on, lambda measure, value: near(work, job, measure, value), watches)
 
 
 def near(work: Work, job: Job, measure: str, value: float) -> str:
@@ -526,23 +554,24 @@ def within_roof(work: Work, job: Job, sample: Sample) -> None:
 def race_kernels(work: Work, flags: dict, say: Callable) -> Race:
     """As race, for the rungs of a kernel ladder."""
     ladder, shape = kernel_job(work, flags)
-    names = [work.previous, work.name, work.stage]
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    watches = [Stopwatch() for _ in range(ROUNDS)]
-    for i, watch in enumerate(watches):
-        seeds = [random.SystemRandom().randrange(1 << 31) for _ in range(3)]
-        for name in names if i % 2 == 0 else names[::-1]:
-            if name == work.name:
-                taken[name] += kernel_examined(work, shape, [], seeds, watch)["times"]
-            else:
-                taken[name] += kernel_run(work, name, shape, [], seeds)["times"]
-        say(f"round {i + 1} of {ROUNDS}: right on new random operands")
-    clocks(work, watches, CLOCK_MS)
+
+    def rounds(which: range) -> Race:
+        taken: dict[str, list[float]] = {name: [] for name in turns(work, 0)}
+        watches = [Stopwatch() for _ in which]
+        for i, watch in zip(which, watches, strict=True):
+            seeds = [random.SystemRandom().randrange(1 << 31) for _ in range(3)]
+            for name in turns(work, i):
+                if name == work.name:
+                    taken[name] += kernel_examined(work, shape, [], seeds, watch)["times"]
+                else:
+                    taken[name] += kernel_run(work, name, shape, [], seeds)["times"]
+            say(f"round {i + 1}: right on new random operands")
+        return Race({"ms": taken}, f"M x N x K = {' x '.join(map(str, shape))}", rate, watches)
 
     def rate(measure: str, ms: float) -> str:
         return f"that is {show.number(ladder.flops(*shape) / ms / 1e6)} GFLOP/s"
 
-    return Race({"ms": taken}, f"M x N x K = {' x '.join(map(str, shape))}", rate)
+    return until_sure(work, rounds(range(1)), rounds)
 
 
 def quick_kernel(work: Work, flags: dict) -> list[str]:
@@ -602,6 +631,8 @@ def check(
     if left := practice.empty(work.text):
         where = f"{work.name}, line {work.yours[left[0]].line}"
         raise CheckError("empty", f"{where}: {left[0]} is still empty; `lesson hint {work.name}` gives a hint")
+    if not work.yours:
+        raise CheckError("empty", f"{work.name} is {work.previous}'s own code to the letter: change {work.asked}")
     look(work)
     document = {
         "schema": 1, "file": work.name, "stage": work.stage, "previous": work.previous, "sha256": work.sha256,
@@ -629,16 +660,15 @@ def without_device(work: Work, why: str) -> str:
 
 def judged(work: Work, found: Race) -> dict:
     """The part of the document that is about time; notes the stage as done. Raises CheckError for too slow a file."""
-    main, n = found.main(work), show.number
+    main, n, told = found.main(work), show.number, found.told_apart(work)
     each = {
         measure: {key: found.of(measure, name) for key, name in zip(KEYS, samples, strict=True)}
         for measure, samples in found.taken.items()
     }
-    limits = {measure: limit(**of, main=measure == main) for measure, of in each.items()}
+    limits = {measure: limit(of["previous"], of["course"], measure == main, told) for measure, of in each.items()}
     for measure in sorted(each, key=lambda measure: measure != main):
-        of, most = each[measure], limits[measure]
+        of, (most, rule) = each[measure], limits[measure]
         if of["yours"] > most:
-            rule = ENOUGH if measure == main else OTHERS
             seen = f"{n(of['yours'])} {MEASURES[measure]} ({found.on})"
             others = f"{work.previous} takes {n(of['previous'])}, {work.stage} {n(of['course'])}"
             enough = f"{n(most)} will do ({rule.format(stage=work.stage)})"
@@ -646,21 +676,34 @@ def judged(work: Work, found: Race) -> dict:
             raise CheckError("slow", f"{said}; {found.near(measure, of['yours'])}")
     ratio, course = (each[main]["previous"] / each[main][key] for key in ("yours", "course"))
     practice.note(work.stage, practised={"sha256": work.sha256, "ratio": ratio, "course": course, "measure": main})
-    return {"on": found.on, "measure": main, "took": each, "limits": limits, "ratio": ratio, "course_ratio": course}
+    return {
+        "on": found.on,
+        "measure": main,
+        "took": each,
+        "limits": {measure: most for measure, (most, _) in limits.items()},
+        "rule": limits[main][1].format(stage=work.stage),
+        "ratio": ratio,
+        "course_ratio": course,
+        "told_apart": told._asdict(),
+    }
 
 
 KEYS = ("previous", "yours", "course")
-ENOUGH = f"half of {{stage}}'s gain as a ratio, or {CLOSE} times what it takes"
-OTHERS = f"{LOOSE} times what {{stage}} takes"
 
 
-def limit(previous: float, yours: float, course: float, main: bool) -> float:
-    """The most that is good enough.
+def limit(previous: float, course: float, main: bool, told: Verdict) -> tuple[float, str]:
+    """The most that is good enough, and the rule for it.
 
-    On the measure that the step is about: half of the course's gain as a ratio, or CLOSE times what it takes; on the
-    others LOOSE times that.
+    On the measure that the step is about half of the course's gain, as a ratio; or near what the course takes, where
+    its gain is not sure to be one. Half of a sure gain is what tells a step from the stage before it. On the other
+    measures not far from the course's.
     """
-    return max(math.sqrt(previous * course), CLOSE * course) if main else LOOSE * course
+    half = math.sqrt(previous * course)
+    if not main:
+        return LOOSE * course, f"{LOOSE} times what {{stage}} takes"
+    if told.verdict == "faster" or half > CLOSE * course:
+        return half, "half of {stage}'s gain as a ratio"
+    return CLOSE * course, f"{CLOSE} times what {{stage}} takes"
 
 
 def render(document: dict) -> list:
@@ -669,8 +712,8 @@ def render(document: dict) -> list:
         return [show.heading(f"mended: {document['file']}"), f"it was this: {document['said']}"]
     if document["took"] is None:
         return [f"{document['file']} is right; not timed (--quick)"]
-    took, stage = document["took"], document["stage"]
-    rows = show.table("", *(MEASURES[measure] for measure in took), "×")
+    took, stage, measure = document["took"], document["stage"], MEASURES[document["measure"]]
+    rows = show.table("", *(MEASURES[measure] for measure in took), f"× on {measure}")
     for key, name in zip(KEYS, (document["previous"], document["file"], stage), strict=True):
         of = took[document["measure"]]
         rows.add_row(
@@ -678,13 +721,18 @@ def render(document: dict) -> list:
             *(show.number(took[m][key]) for m in took),
             "" if key == KEYS[0] else show.times(of[KEYS[0]] / of[key]),
         )
-    most = f"{show.number(document['limits'][document['measure']])} {MEASURES[document['measure']]}"
+    most = f"{show.number(document['limits'][document['measure']])} {measure}"
+    told = document["told_apart"]["verdict"]
+    ends = [show.heading(f"pass: {document['file']} is right and fast enough")]
+    if told in ("slower", "no measurable change") and document["course_ratio"] < CLOSE**2:
+        why = f"on {measure}, {stage} against {document['previous']}: {told} here, so no time can show what you won"
+        ends = [show.heading(f"pass: {document['file']} is right"), why]
     return [
         "",
         rows,
-        show.dim(f"{document['on']}; good enough is {most}: {ENOUGH.format(stage=stage)}"),
+        show.dim(f"{document['on']}; good enough is {most}: {document['rule']}"),
         "",
-        show.heading(f"pass: {document['file']} is right and fast enough"),
+        *ends,
         f"next: lesson diff {document['file']} {stage} · lesson list",
     ]
 
@@ -701,14 +749,24 @@ def mended(path: Path) -> dict:
 
 def watch(path: Path, once: Callable[[], None]) -> None:
     """Run `once` now and after each save, until interrupted."""
-    seen = None
+    seen = last = None
     while True:
-        now = path.stat().st_mtime_ns if path.exists() else None
-        if now != seen and now is not None:
+        now = stamp(path)
+        if now and now == last and now != seen:  # an editor may empty the file first, or write it in pieces
             seen = now
             once()
             print("waiting for the next save (Ctrl-C ends) …", file=sys.stderr)
-        time.sleep(0.3)
+        last = now
+        time.sleep(POLL_S)
+
+
+def stamp(path: Path) -> tuple | None:
+    """What a save changes of a file, in place or by another file that takes its name; None while there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def command(file: str | None, flags: dict, quick: bool, watching: bool, as_json: bool, show_it: Callable) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from common import diff, records
@@ -197,9 +198,12 @@ def stub(node: ast.FunctionDef, lines: list[str], old: dict, new: dict, before: 
     notes = []
     if node.name in old:
         notes.append(f"{before}'s own is in {shown(code_path(before))}, line {old[node.name].line}.")
+    called = sorted(new[node.name].uses & {name for name, d in new.items() if name not in old and heading(d)})
+    notes += [f"The course calls one more function of its own from here: {heading(new[name])}" for name in called]
     tools = origins(gained(old, new, (node.name,)), new)
     if node.args.args and node.args.args[0].arg == "gguf":
-        notes.append("gguf.weights.map(f) is f of each weight, a Tensor of common/gguf.py: .shape (N, K), .type, .raw.")
+        notes.append("gguf.weights.map(f) is f of each weight, a Tensor of common/gguf.py: .shape (N, K), .type, .raw. "
+                     "A type has an id and says how many weights a block has, and how many bytes.")  # fmt: skip
     notes += [f"New at hand from {module.replace('.', '/')}.py: {', '.join(names)}." for module, names in tools.items()]
     comments = [line for note in notes for line in wrapped(note, "    # ")]
     return [*head, *comments, f'    raise NotImplementedError("{node.name} {EMPTY}")']
@@ -266,13 +270,17 @@ def hints(stage: str) -> list[str]:
     fresh = [new[name] for name in new if (name not in old or name in asked) and is_constant(new[name])]
     if fresh:
         found.append("the course's constants:\n" + "\n".join(d.text for d in fresh))
-    helpers = [heading(d) for name, d in new.items() if name not in old and name not in asked and heading(d)]
+    helpers = [name for name, d in new.items() if name not in old and name not in asked and heading(d)]
     if helpers:
-        found.append("the course writes functions of its own besides:\n" + "\n".join(helpers))
+        headings = "\n".join(f"  {heading(new[name])}" for name in helpers)
+        found.append(f"the course writes functions of its own besides:\n{headings}")
     for name in asked:
         loops = skeleton(old.get(name), new.get(name))
         if loops:
             found.append(f"how {name} runs:\n" + "\n".join(loops))
+    for name in [*asked, *helpers]:
+        if lines := outline(old.get(name), new.get(name)):
+            found.append(f"{name} in outline:\n" + "\n".join(lines))
     return found
 
 
@@ -293,6 +301,8 @@ def offer(module: str):
 
     def line(name: str) -> str:
         it = getattr(importlib.import_module(module), name)
+        if isinstance(it, partial):
+            return f"  {name}: {it.func.__name__} with {', '.join(f'{k}={v!r}' for k, v in it.keywords.items())}"
         it = getattr(it, "py_func", getattr(it, "_defn", it))
         told = (getattr(it, "__doc__", None) or "").strip() if callable(it) else f"{it!r}"
         return f"  {name}: {' '.join(told.split())}" if told else f"  {name}"
@@ -301,13 +311,13 @@ def offer(module: str):
 
 
 def is_constant(definition) -> bool:
-    return bool(re.match(r"[A-Z][A-Z0-9_]* = (?!r?\"\"\")", definition.text)) and "__global__" not in definition.text
+    return bool(re.match("[A-Z][A-Z0-9_]* = ", definition.text)) and '"""' not in definition.text
 
 
 def heading(definition) -> str:
     """A function's signature line, '' for anything else."""
     match = re.search(r"^def .*|^.*__(?:device|global)__[^{]*", definition.text, re.MULTILINE)
-    return f"  {' '.join(match[0].split())}" if match else ""
+    return " ".join(match[0].split()) if match else ""
 
 
 def skeleton(old, new) -> list[str]:
@@ -316,6 +326,64 @@ def skeleton(old, new) -> list[str]:
     was, now = ([line for line in d.text.splitlines() if control.match(line)] if d else [] for d in (old, new))
     inside = {line for line in now if line[0].isspace()}  # a new heading alone says nothing that the stub does not
     return now if inside - set(was) else []
+
+
+def outline(old, new) -> list[str]:
+    """A Python function's lines with … for what it computes, but for the lines that its old version has too.
+
+    None where there is nothing to tell: no function, or nothing that is repeated, decided or stored.
+    """
+    if not (new and heading(new).startswith("def ")):
+        return []
+    (node,) = ast.parse(new.text).body
+    known = {line.strip() for line in old.text.splitlines()} if old else set()
+    found = outlined(node, new.text.splitlines(), known)
+    return found if any("… =" in line or "= " in line or line.endswith(":") for line in found[1:]) else []
+
+
+def outlined(node: ast.stmt, lines: list[str], known: set[str]) -> list[str]:
+    """A statement's lines; of one that holds others, its first line as it is."""
+    line, pad = lines[node.lineno - 1], " " * node.col_offset
+    if hasattr(node, "body"):
+        found = [line]
+        for part, label in {"body": "", "handlers": "", "orelse": "else:", "finalbody": "finally:"}.items():
+            inside = [row for child in getattr(node, part, []) for row in outlined(child, lines, known)]
+            if inside and label and not inside[0].startswith(f"{pad}elif "):
+                found.append(pad + label)
+            found += inside
+        return found
+    if line.strip() in known and node.end_lineno == node.lineno:
+        return [line]
+    match node:
+        case ast.Expr(value=ast.Constant()):
+            return []  # a docstring
+        case ast.Assign():
+            return [f"{pad}{' = '.join(map(bare, node.targets))} = {left_open(node.value)}"]
+        case ast.AugAssign():
+            return [f"{pad}{ast.unparse(node).partition('= ')[0]}= {left_open(node.value)}"]
+        case ast.Return(value=ast.expr()):
+            return [f"{pad}return {left_open(node.value)}"]
+        case ast.Raise(exc=ast.expr()):
+            return [f"{pad}raise {left_open(node.exc)}"]
+        case ast.Expr(value=ast.Yield()):
+            return [f"{pad}yield …"]
+        case ast.Expr():
+            return [f"{pad}{left_open(node.value)}"]
+    return [line]
+
+
+def left_open(value: ast.expr) -> str:
+    """A name or a size as it is, a call without what it is given, … for all else."""
+    if isinstance(value, ast.Call):
+        return f"{ast.unparse(value.func)}(…)"
+    plain = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.Load)
+    of = value.value if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) else value
+    return bare(value) if all(isinstance(part, plain) for part in ast.walk(of)) else "…"
+
+
+def bare(node: ast.expr) -> str:
+    """'T, K' and not '(T, K)'."""
+    return ", ".join(map(bare, node.elts)) if isinstance(node, ast.Tuple) and len(node.elts) > 1 else ast.unparse(node)
 
 
 def hint(path: Path, show_answer: bool) -> dict:
@@ -417,7 +485,8 @@ def predict(stage: str, job, said: dict[str, float | None], budget_s: float, sav
              "expected_factor": gap(expected, saw), "verdict": pair["verdict"]}
         )  # fmt: skip
     note(stage, predicted={row["metric"]: {"predicted": row["predicted"], "saw": row["saw"]} for row in rows})
-    bound = compared["stages"][1]["expect"]["reason"]
+    expect = compared["stages"][1]["expect"]
+    bound = expect["reason"] if expect["ttft_ms"] else None  # of a stage whose time is not computed, none is known
     return {"schema": 1, "stage": stage, "previous": before, "rows": rows, "bound": bound, "why": compared["why"]}
 
 
@@ -471,6 +540,13 @@ def estimated(stage: str, job) -> str:
     return f"the course expects {' and '.join(ratios)}"
 
 
+SCORES = {1.1: "spot on", 1.3: "good", 2.0: "fair"}  # a factor that a guess is off by at most, and what that is
+
+
+def score(factor: float) -> str:
+    return next((word for most, word in SCORES.items() if factor <= most), "far off")
+
+
 def scored(document: dict) -> list:
     """The prediction beside what was seen."""
     from common import show
@@ -480,4 +556,17 @@ def scored(document: dict) -> list:
         cells = [row[key] for key in ("predicted", "saw", "factor", "expected", "expected_factor")]
         rows.add_row(METRICS[row["metric"]], *map(show.times, cells))
     head = f"{document['stage']}, times as fast as {document['previous']}"
-    return ["", show.heading(head), rows, "", f"What decides: {document['bound']}.", "", document["why"]]
+    told = [outcome(row, document["stage"], document["previous"]) for row in document["rows"]]
+    why = document["why"]
+    if document["bound"] and document["bound"] not in why:
+        why = f"In {document['stage']} {document['bound']}. {why}"
+    return ["", show.heading(head), rows, "", *told, "", why]
+
+
+def outcome(row: dict, stage: str, before: str) -> str:
+    """'TTFT: tiling is faster than naive. Your guess is good, the course's spot on.'"""
+    sure = row["verdict"] in ("faster", "slower")
+    saw = f"{stage} is {row['verdict']} than {before}" if sure else f"{row['verdict']} from {before} to {stage}"
+    guesses = (("Your guess is", row["factor"]), ("the course's is", row["expected_factor"]))
+    told = ", ".join(f"{whose} {score(factor)}" for whose, factor in guesses if factor)
+    return f"{METRICS[row['metric']]}: {saw}." + (f" {told[0].upper()}{told[1:]}." if told else "")

@@ -7,11 +7,9 @@ import subprocess
 from pathlib import Path
 from statistics import median
 
-from common import peers, roofline
-from common.gate import Agreement, operands
+from common import peers
 from common.harness import Sample
 from common.job import Job, quant_mix, quantization
-from common.machine import slug
 from common.stage import PEERS, short
 from common.stats import percentiles, summary
 
@@ -36,8 +34,11 @@ def data_root() -> Path:
     return Path(os.environ.get("LESSON_DATA") or platformdirs.user_data_dir("lesson"))
 
 
-def run_record(job: Job, stage: str, samples: list[Sample], agreed: Agreement | None, expected, machine) -> dict:
-    """The JSON of one stage's runs on one job; times over the tokens that every sample has."""
+def run_record(job: Job, stage: str, samples: list[Sample], agreed, expected, machine) -> dict:
+    """The JSON of one stage's runs on one job; times over the tokens that every sample has.
+
+    agreed: its gate.Agreement, None where nothing was checked.
+    """
     first = samples[0]
     shortest = min(len(s.output_ids) for s in samples)
     per_token = [s.ms_per_token(shortest) for s in samples]
@@ -96,6 +97,9 @@ def absent_record(job: Job, stage: str, why: str) -> dict:
 
 def within_roof(job: Job, stage: str, samples: list[Sample], machine) -> None:
     """Raises AccountingError where a run took less time than its bytes and FLOPs can."""
+    from common import roofline
+    from common.gate import operands
+
     config, T = job.gguf.config, len(job.ids)
     weights = roofline.bytes_read(stage, job.gguf)
     kind = "int8" if operands(stage) == "int8" else "float32"
@@ -180,6 +184,8 @@ def refused(place: Path, reason: str) -> RecordError:
 
 def file_name(runs: list[dict]) -> str:
     """'naive-tiling-smollm2-135m-q4-1-30-layers-pp9-tg8.json': the stages, the model and the shape."""
+    from common.machine import slug
+
     model = runs[0]["model"]
     stages = [short(r["stage"]) for r in runs]
     words = [*stages, model["name"], model["quant"], f"{model['layers']} layers", runs[0]["shape"]]

@@ -1,15 +1,21 @@
 """Learning by doing: what is handed out, what passes, and that no shortcut does."""
 
 import json
+import os
+import pty
 import re
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common import check, compare, diff, practice, records, show
 from common.job import UsageError, prepare
 from common.stage import LADDER, code_path, import_file, rungs
-from tests.helpers import lesson, one_sentence
+from common.stats import verdict
+from tests.helpers import CLI, lesson, one_sentence
 
 STEPS = [name for name in (*LADDER, *rungs()) if diff.constant(code_path(name), "PREVIOUS")]
 GPU = {name for name in STEPS if re.search(r"import (cupy|triton)\b|common\.cuda", code_path(name).read_text())}
@@ -176,6 +182,29 @@ def test_the_loops_in_a_hint_stand_in_each_other_as_the_courses_own_do(stage, na
     assert [line for line in told.splitlines() if line.strip().startswith("for ")] == loops
 
 
+def test_an_outline_leaves_open_what_is_new_and_shows_what_is_not():
+    told = "\n".join(text for text in practice.hints("kv_cache") if " in outline:" in text)
+    assert "        keys[start:end] = rope(…)\n" in told
+    assert "        q = rope(matmul(h, layer.w_q).reshape(T, H, hd), config.rope_freqs, start)\n" in told
+    assert "        start, new = …\n        yield …" in told
+    assert "cache = arena(…)" in told
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_an_outline_is_no_answer(stage):
+    """Of the lines that compute something and are new, none is there as it stands in the stage."""
+    old, new = definitions(practice.previous(stage)), definitions(stage)
+    for name, d in new.items():
+        was = old[name].text if name in old else ""
+        told = set(practice.outline(old.get(name), d))
+        lines = [
+            line
+            for line in d.text.splitlines()
+            if line[:1] == " " and re.search(r"[-+*/]= .*[(*]| = .*\(.*\S.*\)", line)
+        ]
+        assert not [line for line in lines if line in told and line.strip() not in was], name
+
+
 def test_a_heading_alone_is_no_hint():
     for stage in STEPS:
         assert not [text for text in practice.hints(stage) if re.fullmatch(r"how \S+ runs:\n\S.*", text)], stage
@@ -223,7 +252,7 @@ def test_a_stages_own_definitions_pass(stage):
 
 
 def test_the_code_before_it_is_right_but_not_fast_enough():
-    path = tiling(NAIVE)
+    path = tiling(NAIVE_REWORDED)
     slow = {"previous": 100.0, "yours": 90.0, "course": 50.0}
     with pytest.raises(check.CheckError, match="right, but not good enough yet: 90.0 TTFT ms") as told:
         check.check(path, {}, timing=timing(slow, {"previous": 1.0, "yours": 1.0, "course": 1.0}))
@@ -236,14 +265,88 @@ def test_the_code_before_it_is_right_but_not_fast_enough():
 def test_what_the_step_is_not_about_may_not_be_far_worse():
     wasteful = {"previous": 100.0, "yours": 210.0, "course": 100.0}
     with pytest.raises(check.CheckError, match="210 peak MB .* 200 will do"):
-        check.check(tiling(NAIVE), {}, timing=timing(FAST, wasteful))
+        check.check(tiling(NAIVE_REWORDED), {}, timing=timing(FAST, wasteful))
 
 
-@pytest.mark.parametrize(("previous", "course", "most"), [(100, 25, 50), (100, 99, 123.75), (50, 100, 125)])
-def test_good_enough(previous, course, most):
-    """Half of the gain as a ratio; where there is next to none, a quarter more than the course's own."""
-    assert check.limit(previous, 1, course, True) == pytest.approx(most)
-    assert check.limit(previous, 1, course, False) == 2 * course
+def test_the_code_before_it_to_the_letter_is_nobodys_work():
+    with pytest.raises(check.CheckError, match="is naive's own code to the letter: change matmul") as told:
+        check.check(tiling(NAIVE), {}, timing=timing())
+    assert told.value.verdict == "empty"
+
+
+@pytest.mark.parametrize(
+    ("previous", "course", "sure", "most"),
+    [
+        (100, 25, True, 50),
+        (100, 25, False, 50),
+        (110.25, 100, True, 105),
+        (100, 99, False, 123.75),
+        (50, 100, False, 125),
+    ],
+)
+def test_good_enough(previous, course, sure, most):
+    """Half of the gain as a ratio; where none is sure, a quarter more than the course's own."""
+    told = verdict([previous] * 3, [course] * 3) if sure else verdict([1, 2, 3], [3, 2, 1])
+    assert check.limit(previous, course, True, told)[0] == pytest.approx(most)
+    assert check.limit(previous, course, False, told)[0] == 2 * course
+
+
+NOISE = (1.0, 1.01, 0.99, 1.005, 0.995, 1.015, 0.985)
+
+
+def raced(yours: float, course: float, noise=NOISE) -> check.Race:
+    """Rounds of tiling in which naive takes 100 ms."""
+    each = {"naive": 100.0, "practice/tiling.py": yours, "tiling": course}
+    taken = {name: [ms * noise[(i + 3 * k) % 7] for i in range(7)] for k, (name, ms) in enumerate(each.items())}
+    return check.Race({"ttft_ms": taken}, "nowhere", lambda measure, value: "near nothing")
+
+
+def test_a_small_gain_tells_a_step_from_the_stage_before_it():
+    """What CLOSE would let pass: 8 % of gain, where the stage before it takes 1.09 times what the course's own does."""
+    work = check.read(tiling(NAIVE_REWORDED))
+    with pytest.raises(check.CheckError, match=r"95.9 will do \(half of tiling's gain as a ratio\)"):
+        check.judged(work, raced(yours=100, course=92))
+    passed = check.judged(work, raced(yours=92, course=92))
+    assert passed["told_apart"]["verdict"] == "faster"
+    assert "right and fast enough" in shown(check.render(passed | DOCUMENT))
+
+
+def test_where_no_gain_can_be_measured_right_is_enough():
+    work = check.read(tiling(NAIVE_REWORDED))
+    passed = check.judged(work, raced(yours=100, course=99))
+    told = " ".join(shown(check.render(passed | DOCUMENT)).split())
+    assert "on TTFT ms, tiling against naive: no measurable change here, so no time can show what you won" in told
+    assert "fast enough" not in told
+    with pytest.raises(check.CheckError, match="1.25 times what tiling takes"):
+        check.judged(work, raced(yours=130, course=99))
+
+
+DOCUMENT = {"file": "practice/tiling.py", "stage": "tiling", "previous": "naive"}
+
+
+@pytest.mark.parametrize(("later", "main"), [(2.15, "ttft_ms"), (2.3, "ms_per_token")])
+def test_gains_near_to_each_other_count_as_equal(later, main):
+    work = check.read(tiling(NAIVE_REWORDED))
+    taken = {
+        measure: {"naive": [100.0], work.name: [50.0], "tiling": [100 / gain]}
+        for measure, gain in {"ttft_ms": 2.0, "ms_per_token": later, "peak_rss_mb": 1.0}.items()
+    }
+    race = check.Race(taken, "nowhere", lambda measure, value: "")
+    assert race.main(work) == main
+    head = shown(check.render(check.judged(work, race) | DOCUMENT))
+    assert f"× on {check.MEASURES[main]}" in head
+
+
+@pytest.mark.parametrize(("gain", "count"), [(2.0, check.ROUNDS), (1.2, check.SURE_ROUNDS)])
+def test_a_step_that_gains_little_gets_more_rounds(gain, count):
+    work = check.read(tiling(NAIVE_REWORDED))
+
+    def more(which):
+        taken = {"naive": [gain for _ in which], work.name: [1.0 for _ in which], "tiling": [1.0 for _ in which]}
+        return check.Race({"ttft_ms": taken}, "nowhere", None, [check.Stopwatch() for _ in which])
+
+    found = check.until_sure(work, more(range(1)), more)
+    assert len(found.taken["ttft_ms"]["naive"]) == len(found.watches) == count
 
 
 def test_a_real_race(tiny):
@@ -261,6 +364,7 @@ def test_a_real_race(tiny):
 # ---- what does not pass ------------------------------------------------------------------------------------------
 
 NAIVE = diff.definitions(code_path("naive").read_text())["matmul"].text
+NAIVE_REWORDED = NAIVE.replace("total", "result")
 
 
 def tiling(matmul: str, *edits: tuple[str, str]) -> Path:
@@ -446,6 +550,76 @@ def test_an_error_in_the_file_is_told_with_its_line():
     assert "tiling.py: line 2: SyntaxError" in one_sentence(done)
 
 
+# ---- watching ----------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *words):
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*CLI, *words],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            preexec_fn=lambda: os.login_tty(slave),
+        )
+        os.close(slave)
+        self.said = ""
+
+    def until(self, text: str, times: int = 1) -> None:
+        """Read until it has said this so many times in all."""
+        while self.said.count(text) < times:
+            self.said += os.read(self.master, 1 << 16).decode()
+
+    def interrupt(self) -> int:
+        """Ctrl-C. -> the exit code"""
+        os.write(self.master, b"\x03")
+        return self.process.wait(60)
+
+
+@pytest.mark.timeout(120)
+def test_each_save_is_checked_however_an_editor_writes_it():
+    path = practice.write("tiling")
+    terminal = Terminal("check", "--watch", "--quick")
+    terminal.until("waiting for the next save", 1)
+    assert "matmul is still empty" in terminal.said
+    other = Path("practice/.tiling.py.swp")
+    other.write_text("def (")
+    other.replace(path)  # as most editors do
+    terminal.until("SyntaxError")
+    terminal.until("waiting for the next save", 2)
+    with path.open("w") as file:  # in place, and slowly
+        file.flush()
+        time.sleep(check.POLL_S / 2)
+        file.write(practice.exercise("simd"))
+    terminal.until("waiting for the next save", 3)
+    assert "practises simd" in terminal.said
+    assert "no line PRACTICE" not in terminal.said
+    path.unlink()  # for a moment, as some editors do
+    time.sleep(2 * check.POLL_S)
+    path.write_text(practice.exercise("tiling"))
+    terminal.until("waiting for the next save", 4)
+    assert terminal.interrupt() == 130
+    assert "Traceback" not in terminal.said
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_the_middle_of_a_check_leaves_no_process():
+    tiling("def matmul(x, w):\n    while True:\n        pass")
+    terminal = Terminal("check", "--watch", "--quick")
+    terminal.until("practises tiling")
+    parent = psutil.Process(terminal.process.pid)
+    while not parent.children():
+        time.sleep(0.1)
+    (worker,) = parent.children()
+    while worker.cpu_times().user < 1:  # past its imports
+        time.sleep(0.1)
+    assert terminal.interrupt() == 130
+    assert not worker.is_running()
+
+
 # ---- predictions and progress --------------------------------------------------------------------------------------
 
 
@@ -453,8 +627,9 @@ def test_an_error_in_the_file_is_told_with_its_line():
 def compared(monkeypatch):
     """Comparisons that saw tiling 2 times as fast on TTFT and 4 times on ms/token."""
     ttft = {"metric": "ttft_ms", "ratio": 2.0, "expected_ratio": 1.8, "verdict": "faster"}
-    pairs = [ttft, {"metric": "ms_per_token", "ratio": 4.0, "expected_ratio": None, "verdict": "faster"}]
-    document = {"pairs": pairs, "stages": [{}, {"expect": {"reason": "loads decide: 1 ns"}}], "why": "For a reason."}
+    pairs = [ttft, {"metric": "ms_per_token", "ratio": 4.0, "expected_ratio": None, "verdict": "no measurable change"}]
+    expect = {"reason": "loads decide: 1 ns", "ttft_ms": 1.0}
+    document = {"pairs": pairs, "stages": [{}, {"expect": expect}], "why": "For a reason."}
     monkeypatch.setattr(compare, "compare", lambda names, *_: document | {"names": names})
 
 
@@ -466,8 +641,21 @@ def test_a_prediction_is_scored_and_kept(compared, tiny):
     kept = practice.progress()["stages"]["tiling"]["predicted"]
     assert kept == {"ttft_ms": {"predicted": 3.0, "saw": 2.0}, "ms_per_token": {"predicted": 2.0, "saw": 4.0}}
     told = shown(practice.scored(document))
-    assert "What decides: loads decide: 1 ns." in told
+    assert "In tiling loads decide: 1 ns. For a reason." in told
     assert "1.50×" in told
+    assert "TTFT: tiling is faster than naive. Your guess is fair, the course's is good." in told
+    assert "ms/token: no measurable change from naive to tiling. Your guess is fair." in told
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.0, "spot on"), (1.3, "good"), (1.9, "fair"), (2.1, "far off")])
+def test_a_gap_in_words(factor, word):
+    assert practice.score(factor) == word
+
+
+def test_what_decides_is_told_once(compared, tiny, monkeypatch):
+    document = practice.predict("tiling", prepare(str(tiny), ids="1,2"), {"ttft_ms": 2.0, "ms_per_token": 2.0}, 1.0)
+    told = shown(practice.scored(document | {"why": "Here loads decide: 1 ns, so it gains."}))
+    assert told.count("loads decide") == 1
 
 
 def test_progress_is_listed(compared, tiny):
