@@ -489,9 +489,9 @@ def bring_in(
 
 @app.command()
 def report(
-    folder: Annotated[str, typer.Option("--out", metavar="DIR", help="Where report and plots go.")] = "report",
+    folder: Annotated[str, typer.Option("--out", metavar="DIR", help="Where page, report.md and plots go.")] = "report",
 ) -> None:
-    """Write what README and chapters show of code and records anew, then a report and plots of each machine."""
+    """Write what README and chapters show of code and records anew, then a page, and report.md with plots."""
     from pathlib import Path
 
     from common import chapters

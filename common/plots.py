@@ -21,7 +21,9 @@ SERIES = [f"$c{i}" for i in range(8)]
 WIDTH = 720  # pixels of a picture; on the page a plot takes what room there is
 TOKEN, PROMPT = "a token", "the prompt"
 SAID = {"token": TOKEN, "prompt": PROMPT}
-# A kernel or phase that does several ops counts as the heaviest of them
+# What is drawn apart, in its colour; a kernel or phase that does several ops counts as the heaviest of them
+OPS = {"matmul": "$c0", "launches, waits": "$c1", "rms_norm": "$c2", "attention": "$c3", "silu": "$c4", "rope": "$c5",
+       "other": "$c6"}  # fmt: skip
 HEAVIEST = {"project_in": "matmul", "project_out": "matmul", "gate_up": "matmul", "down": "matmul",
             "vocabulary": "matmul", "look": "attention"}  # fmt: skip
 
@@ -58,13 +60,13 @@ def plots(place: Place) -> list[Plot | Absent]:
 # ---- the pieces that plots are made of -------------------------------------------------------------------------
 
 
-def axis(field: str, title: str, domain: list[float]) -> dict:
+def axis(field: str, title: str, domain: list[float], form: str = ",~r") -> dict:
     """A log axis with few lines: decades, and as much between them as there is room for."""
     low, high = domain
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1,) if len(decades) > 6 else (1, 3) if len(decades) > 3 else (1, 2, 5)
     ticks = [step * 10.0**d for d in decades for step in steps if low <= step * 10.0**d <= high]
-    shown = {"title": title, "format": ",~r", "values": ticks}
+    shown = {"title": title, "format": form, "values": ticks}
     return {"field": field, "type": "quantitative", "scale": {"type": "log", "domain": domain, "nice": False},
             "axis": shown}  # fmt: skip
 
@@ -94,15 +96,13 @@ def told(**fields: str) -> list[dict]:
     return [{"field": field, "title": title.replace("_", " ")} for title, field in fields.items()]
 
 
-def layered(values: list[dict], layers: list[dict], height, **more) -> dict:
+def layered(values: list[dict], layers: list[dict], height: int) -> dict:
     return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "width": "container",
         "height": height,
         "autosize": {"type": "fit-x", "contains": "padding"},
         "data": {"values": values},
         "layer": layers,
-        **more,
     }
 
 
@@ -163,7 +163,7 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
     rows = [(r.stage, r.at, show.number(r.ms[found.metric]), show.number(r.bound[found.metric]),
              show.number(r.over(found.metric))) for r in found.runs]  # fmt: skip
     title = f"The climb, {SAID[found.metric]}" + ("" if found.model == every[0].model else f": {found.model}")
-    return Plot(name, title, caption, layered(values, layers, {"step": 40}), columns, rows)
+    return Plot(name, title, caption, layered(values, layers, 40 * len(values)), columns, rows)
 
 
 def roofline(place: Place) -> Plot | Absent:
@@ -187,21 +187,23 @@ def roofline(place: Place) -> Plot | Absent:
     up = at([v["gflops"] for v in values] + [rate])
     roofs = []
     for title, gbs in (("caches", nearest), ("memory", memory)):
-        label = f"{title}: {show.number(gbs)} GB/s"
+        label = f"{title} {rate_of(gbs, 'B/s')}"
         start = max(across[0], up[0] / gbs)
         roofs += [{"roof": label, "x": start, "y": start * gbs}, {"roof": label, "x": rate / gbs, "y": rate}]
-    label = f"multiply-adds: {show.number(rate)} GFLOP/s"
+    label = f"multiply-adds {rate_of(rate, 'FLOP/s')}"
     roofs += [{"roof": label, "x": rate / nearest, "y": rate}, {"roof": label, "x": across[1], "y": rate}]
-    below = axis("intensity", "FLOPs a byte of the weights and activations read", domain=across)
-    height = axis("gflops", "GFLOP/s", domain=up)
+    below = axis("intensity", "FLOP/byte", domain=across)
+    height = axis("gflops", "GFLOP/s", domain=up, form="~s")
     kinds = colour("pass", [TOKEN, PROMPT], colours=["$c1", "$c0"])
     hint = told(stage="stage", of="pass", shape="shape", GFLOP_per_s="rate", ms="ms")
     line = {"x": {"field": "x", "type": "quantitative"}, "y": {"field": "y", "type": "quantitative"}}
     middle = math.sqrt(roofs[2]["x"] * roofs[3]["x"])
-    ends = [roofs[0], {**roofs[2], "x": middle, "y": middle * memory}, roofs[5]]
+    early = {**roofs[0], "x": roofs[0]["x"] ** 0.6 * roofs[1]["x"] ** 0.4}
+    ends = [{**early, "y": early["x"] * nearest}, {**roofs[2], "x": middle, "y": middle * memory}, roofs[5]]
     layers = [
         mark("line", {**line, "detail": {"field": "roof"}}, color="$bound", strokeWidth=2, values=roofs),
-        mark("text", {**line, "text": {"field": "roof"}}, align="left", dy=-12, color="$bound", values=ends[:1]),
+        mark("text", {**line, "text": {"field": "roof"}}, align="right", dx=-6, dy=-6, color="$bound",
+             values=ends[:1]),
         mark("text", {**line, "text": {"field": "roof"}}, align="left", dy=16, color="$bound", values=ends[1:2]),
         mark("text", {**line, "text": {"field": "roof"}}, align="right", dy=-9, color="$bound", values=ends[2:]),
         mark("point", {"x": below, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=90, opacity=1),
@@ -216,31 +218,41 @@ def roofline(place: Place) -> Plot | Absent:
     return Plot("roofline", "The roofline", caption, layered(values, layers, 380), columns, rows)
 
 
+def rate_of(giga: float, unit: str) -> str:
+    return f"{show.number(giga / 1e3)} T{unit}" if giga >= 1e3 else f"{show.number(giga)} G{unit}"
+
+
 def ops(place: Place) -> list[Plot | Absent]:
     """Where a token's time goes, and a prompt's, stacked by op."""
-    if not place.ops:
-        return [Absent("ops", "Time per op: `lesson profile quantized`, or `lesson record quantized`, measures it.")]
-    lengths = Counter((o["new"], o["stage"]) for o in place.ops if o["new"] > 1)
-    shared = Counter(new for new, _ in lengths)
-    wanted = {"token": 1, "prompt": max(shared, key=lambda n: (shared[n], n), default=None)}
-    return [stacked(place, metric, new) for metric, new in wanted.items() if new and any(
-        o["new"] == new for o in place.ops)]  # fmt: skip
+    stages = Counter((o["model"], o["new"] > 1) for o in place.ops)
+    found = []
+    for metric in ("token", "prompt"):
+        model = max((m for m, prompt in stages if prompt == (metric == "prompt")), default=None,
+                    key=lambda m: stages[m, metric == "prompt"])  # fmt: skip
+        passes = [o for o in place.ops if o["model"] == model and (o["new"] > 1) == (metric == "prompt")]
+        if passes:
+            lengths = Counter(o["new"] for o in passes)
+            new = max(lengths, key=lambda n: (lengths[n], n))
+            found.append(stacked([o for o in passes if o["new"] == new], metric))
+    absent = "Time per op: `lesson profile quantized`, or `lesson record quantized`, measures it."
+    return found or [Absent("ops", absent)]
 
 
-def stacked(place: Place, metric: str, new: int) -> Plot:
+def stacked(passes: list[dict], metric: str) -> Plot:
     times: dict[str, Counter] = {}
-    for o in place.ops:
-        if o["new"] == new:
-            times.setdefault(o["stage"], Counter())[HEAVIEST.get(o["op"], o["op"])] += o["ms"]
+    for one in passes:
+        if one["stage"] not in times:
+            times[one["stage"]] = sums = Counter()
+            for op, ms in one["ms"].items():
+                name = HEAVIEST.get(op, op)
+                sums[name if name in OPS else "other"] += ms
     stages = [s for s in LADDER if s in times] + [s for s in times if s not in LADDER]
-    shares = {op: max(t[op] / t.total() for t in times.values()) for t in times.values() for op in t}
-    large = sorted(shares, key=shares.get, reverse=True)[:6]
-    kept = [op for op in large if op != "other"] + ["other"]
+    kept = [op for op in OPS if any(t[op] for t in times.values())]
     values = []
     for stage in stages:
         whole = times[stage].total()
         for op in kept:
-            ms = sum(t for o, t in times[stage].items() if (o if o in kept else "other") == op)
+            ms = times[stage][op]
             if ms:
                 values.append({"stage": stage, "op": op, "order": kept.index(op), "share": ms / whole,
                                "ms": f"{show.number(ms)} ms", "percent": f"{100 * ms / whole:.1f} %"})  # fmt: skip
@@ -248,23 +260,26 @@ def stacked(place: Place, metric: str, new: int) -> Plot:
     y = names(stages)
     bars = {
         "y": y,
-        "x": {"field": "share", "type": "quantitative", "stack": "zero", "scale": {"domain": [0, 1.16]},
+        "x": {"field": "share", "type": "quantitative", "stack": "zero", "scale": {"domain": [0, 1.28]},
               "axis": {"title": "share of the time", "format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1],
                        "grid": False}},
-        "color": colour("op", kept),
+        "color": colour("op", kept, colours=[OPS[op] for op in kept]),
         "order": {"field": "order", "type": "quantitative"},
         "tooltip": told(stage="stage", op="op", ms="ms", share="percent"),
     }  # fmt: skip
     text = {"y": y, "x": {"datum": 1.01, "type": "quantitative"}, "text": {"field": "label"}}
     layers = [mark("bar", bars, height={"band": 0.62}),
               mark("text", text, align="left", dx=4, color="$ink", values=totals)]  # fmt: skip
-    what = "a token" if metric == "token" else f"a prompt of {new} tokens"
-    caption = (
-        f"Where the time of {what} goes, with all of it at the right. A kernel that does several ops counts as the "
-    )
-    caption += "heaviest of them; “launches, waits” is what passes while no kernel runs."
+    what = "a token" if metric == "token" else f"a prompt of {passes[0]['new']} tokens"
+    caption = f"{passes[0]['model']}: where the time of {what} goes; all of it stands at the right. A kernel that does "
+    caption += "several ops counts as the heaviest of them."
+    if "launches, waits" in kept:
+        caption += " “launches, waits” is what passes while no kernel runs."
+    alone = [o["stage"] for o in passes if o["alone"]]
+    if alone:
+        caption += f" Of {', '.join(alone)} the records hold the kernels' time alone."
     rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
-    spec = layered(values, layers, {"step": 36})
+    spec = layered(values, layers, 36 * len(stages))
     return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)
 
 
@@ -299,7 +314,7 @@ def gaps(place: Place) -> Plot | Absent:
     )
     caption += "with every token."
     columns = ("stage", "shape", "p50 ms", "p90 ms", "p99 ms")
-    return Plot("inter-token", "Inter-token latency", caption, layered(values, layers, {"step": 34}), columns, rows)
+    return Plot("inter-token", "Inter-token latency", caption, layered(values, layers, 34 * len(values)), columns, rows)
 
 
 def lines(name: str, title: str, caption: str, values: list[dict], across: dict, up: str, what: str) -> Plot:
@@ -459,7 +474,7 @@ def kernels(place: Place, name: str) -> Plot:
     )
     table = [(v["stage"], v["label"], v["ms"]) for v in values]
     title = f"Kernels: {name}"
-    spec = layered(values, layers, {"step": 38})
+    spec = layered(values, layers, 38 * len(values))
     return Plot(f"kernels-{name}", title, caption, spec, ("rung", "rate", "ms"), table)
 
 

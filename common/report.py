@@ -65,10 +65,11 @@ class Place:
     slug: str
     name: str = ""
     about: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    pairs: list[dict] = field(default_factory=list)  # verdicts on steps, with model, shape and file
-    ops: list[dict] = field(default_factory=list)  # {stage, pass, op, ms}
+    pairs: list[dict] = field(default_factory=list)  # verdicts on steps, with model, shape, at, file and reason
+    ops: list[dict] = field(default_factory=list)  # as `profiled` tells
     lengths: list[dict] = field(default_factory=list)  # `lesson roofline STAGE`: {stage, model, tokens: [...]}
     sweeps: list[dict] = field(default_factory=list)  # {stage, model, setting, rows}
     kernels: dict[str, dict] = field(default_factory=dict)  # a kernel ladder's record by its name
@@ -87,12 +88,13 @@ def write(out: Path, reports: Path = REPORTS) -> list[Path]:
 
     Raises ReportError, RecordError where `out` can't be written, and NeedsPlot after what needs no plot.
     """
-    from common import plots
+    from common import plots, webpage
 
+    places, every = gather(reports), {}
     made, missing = [], False
-    for place in gather(reports):
+    for place in places:
         folder = records.writable(out / place.slug)
-        drawn = plots.plots(place)
+        drawn = every[place.slug] = plots.plots(place)
         shown = [plot for plot in drawn if isinstance(plot, plots.Plot)]
         left_out = [plot.sentence for plot in drawn if isinstance(plot, plots.Absent)]
         made.append(records.write(markdown(place, shown, left_out), folder / "report.md"))
@@ -103,7 +105,9 @@ def write(out: Path, reports: Path = REPORTS) -> list[Path]:
                 made += [folder / f"{plot.name}.png", records.write(svg, folder / f"{plot.name}.svg")]
         except ImportError:
             missing = True
-    if missing:
+    if not missing:
+        made.append(records.write(webpage.page(places, every), out / "index.html"))
+    else:
         raise NeedsPlot("report.md is written; plots and page need more: `pip install 'lesson[plot]'` (in a clone "
                         "`pip install -e '.[plot]'`)")  # fmt: skip
     return made
@@ -158,7 +162,7 @@ def take(place: Place, path: Path, document: dict) -> None:
                 place.runs.append(run)
             place.ops += profiled(block)
     elif kind == "profile" and here:
-        place.ops += profiled({"stage": document["stage"], "profile": document})
+        place.ops += profiled({**document, "profile": document})
     elif kind == "roofline":
         identify(place, document["machine"], document["commit"])
         place.roofs = cpu_roofs(document["machine"])
@@ -180,7 +184,9 @@ def compared(place: Place, document: dict, file: str) -> None:
     place.runs += made
     for pair in document["pairs"]:
         run = next(r for r in made if r.stage == pair["b"] and pair.get("shape") in (None, r.shape))
-        place.pairs.append({**pair, "model": run.model, "shape": run.shape, "at": run.at, "reason": run.reason})
+        place.pairs.append(
+            {**pair, "model": run.model, "shape": run.shape, "at": run.at, "file": file, "reason": run.reason}
+        )
     for r in runs:
         identify(place, r["machine"], r["commit"])
 
@@ -190,8 +196,8 @@ def identify(place: Place, machine: dict, commit: dict | None) -> None:
     place.name = place.name or machine["name"]
     told = [f"{machine['cores']} cores, {machine['memory'] / 2**30:,.0f} GB"] if machine.get("memory") else []
     told += [machine[key] for key in ("os", "nvidia_smi") if machine.get(key)]
-    told += [", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())]
-    place.about += [t for t in told if t and t not in place.about]
+    place.about += [t for t in told if t not in place.about]
+    place.versions |= machine.get("versions", {})
     if commit and commit["sha"][:9] not in place.commits:
         place.commits.append(commit["sha"][:9])
 
@@ -314,8 +320,11 @@ def cpu_roofs(machine: dict) -> dict:
 
 
 def profiled(record: dict) -> list[dict]:
-    """A stage's time by op: {stage, pass, op, ms}, from whichever way its record tells it."""
-    stage, found = record["stage"], {}
+    """A stage's time by op: {stage, model, new, ms: {op: ms}, alone}, from whichever way its record tells it.
+
+    new: tokens in the pass. alone: kernels were timed by themselves, so that nothing stands for what is between them.
+    """
+    found, alone = {}, False
     inside = record.get("profile") or {}
     if "prefill" in inside:
         for one in filter(None, (inside["prefill"], inside.get("decode"))):
@@ -331,17 +340,20 @@ def profiled(record: dict) -> list[dict]:
                 rows = [(op, row["ms"]) for op, row in one["op_ms"].items()]
                 found[int(at[2:])] = [*rows, ("launches, waits", max(0.0, one["ms"] - sum(ms for _, ms in rows)))]
     elif "kernels_us" in record and "T=1" in record["kernels_us"]:
+        alone = True
         for at, ops in record["kernels_us"].items():
             found[int(at[2:])] = [(op.partition(" ")[0], row["ms"]) for op, row in ops.items()]
     else:
-        steps = record.get("kernels_us") or record.get("phases_us") or {}
+        steps, alone = record.get("kernels_us") or record.get("phases_us") or {}, True
         for ops in list(steps.values())[:1]:  # after few tokens; the other after many
             found[1] = [(op, row["us"] * row["calls"] / 1e3) for op, row in ops.items()]
-    sums = Counter()
-    for T, rows in found.items():
+    made = []
+    for new, rows in found.items():
+        sums = Counter()
         for op, ms in rows:
-            sums[T, op] += ms
-    return [{"stage": stage, "new": T, "op": op, "ms": ms} for (T, op), ms in sums.items()]
+            sums[op] += ms
+        made.append({"stage": record["stage"], "model": label(record["model"]), "new": new, "ms": sums, "alone": alone})
+    return made
 
 
 # ---- the climb -------------------------------------------------------------------------------------------------
@@ -375,10 +387,10 @@ def climbs(place: Place) -> list[Climb]:
     for model in dict.fromkeys(run.model for run in place.runs):
         for metric in METRICS:
             runs = [run for run in place.runs if run.model == model and run.over(metric)]
-            shapes = Counter(run.at for run in {(r.stage, r.at): r for r in runs if r.stage not in PEERS}.values())
-            chosen = [at_shape(name, runs, shapes, metric) for name in order(runs)]
+            shapes = Counter(at for _, at in {(run.stage, run.at) for run in runs if run.stage not in PEERS})
+            chosen = [at_shape(name, runs, shapes) for name in order(runs)]
             if sum(run.stage not in PEERS for run in chosen) > 1:
-                found.append(Climb(model, metric, chosen, shapes.most_common(1)[0][0]))
+                found.append(Climb(model, metric, chosen, Counter(run.at for run in chosen).most_common(1)[0][0]))
     return sorted(found, key=lambda c: (-len(c.stages), c.metric == "prompt"))
 
 
@@ -388,7 +400,7 @@ def order(runs: list[Run]) -> list[str]:
     return sorted({r.stage for r in runs}, key=lambda s: (known.index(s) if s in known else len(known), s))
 
 
-def at_shape(stage: str, runs: list[Run], shapes: Counter, metric: str) -> Run:
+def at_shape(stage: str, runs: list[Run], shapes: Counter) -> Run:
     """Of a stage's runs the one at the shape that most stages share; from the whole ladder's record where it has one,
     else from the comparison of most stages.
     """
@@ -405,9 +417,9 @@ def step(place: Place, run: Run, metric: str) -> dict | None:
     previous = diff.constant(source_path(run.stage), "PREVIOUS") if run.stage in LADDER else None
     wanted = (previous, run.stage, KEYS[metric], run.model)
     pairs = [p for p in place.pairs if (p["a"], p["b"], p["metric"], p["model"]) == wanted]
-    for pair in pairs:
-        if pair["shape"] == run.shape:
-            return {**pair, "mark": ""}
+    alike = [pair for pair in pairs if pair["at"] == run.at]
+    if alike:
+        return {**max(alike, key=lambda pair: pair["file"] == run.file), "mark": ""}
     for other in place.runs:
         if (other.stage, other.model, other.at) == (previous, run.model, run.at) and other.ms[metric]:
             ratio = other.ms[metric] / run.ms[metric]
@@ -435,7 +447,9 @@ def markdown(place: Place, plots: list, left_out: list[str]) -> str:
 
 
 def about(place: Place) -> str:
-    return "; ".join([*place.about, f"commit{'s' * (len(place.commits) > 1)} {', '.join(place.commits)}"])
+    versions = ", ".join(f"{name} {version}" for name, version in place.versions.items())
+    commits = f"commit{'s' * (len(place.commits) > 1)} {', '.join(place.commits)}"
+    return "; ".join(filter(None, [*place.about, versions, commits]))
 
 
 def climb_table(place: Place, model: str) -> list[str]:

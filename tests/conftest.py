@@ -1,10 +1,12 @@
 """Models that several test files share, made or fetched once."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from common import sources, synth
 
@@ -16,6 +18,16 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and not hasattr(report, "wasxfail") and not any(map(item.get_closest_marker, ("gpu", "peers"))):
         report.outcome, report.longrepr = "failed", f"skipped outside the gpu and peers marks: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium, as the system has it."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert path, "the page is tested in a real browser: install chromium"
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_playwright() as tool, tool.chromium.launch(executable_path=path, args=options) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

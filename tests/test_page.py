@@ -1,0 +1,291 @@
+"""The report's page in a real browser: it says what records say, from a file, by keyboard, dark, light, narrow."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from common import catalog, chapters, plots, report, show, webpage
+from common.figures import REPORTS
+from common.stage import LADDER, code_path, rungs
+
+WIDTHS = {"desktop": 1280, "phone": 380}
+
+
+def built(places):
+    return webpage.page(places, {place.slug: plots.plots(place) for place in places})
+
+
+@pytest.fixture(scope="session")
+def places():
+    return report.gather(REPORTS)
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory, places):
+    """The page, built once."""
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(built(places), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def machines(places):
+    return [place for place in places if place.pairs]
+
+
+@pytest.fixture
+def opened(browser, file):
+    """opened(width, scheme) -> the page, with everything it complained of or asked for in page.said."""
+    contexts = []
+
+    def at(width=WIDTHS["desktop"], scheme="light", path=file):
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.said = []
+        page.on("console", lambda m: page.said.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else page.said.append(r.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield at
+    for context in contexts:
+        context.close()
+
+
+def draw_all(page):
+    page.evaluate("Promise.all([...document.querySelectorAll('.machine:not([hidden]) .chart')].map(draw))")
+
+
+def choose(page, a, b):
+    page.select_option("#stage-a", a)
+    page.select_option("#stage-b", b)
+
+
+class Tags(HTMLParser):
+    """The elements of a page that name something outside it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.outside = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            loads = name in ("src", "srcset", "data", "poster") or tag in ("link", "image", "use") and "href" in name
+            if loads and value and not value.startswith(("#", "data:")):
+                self.outside.append((tag, value))
+
+
+def test_it_is_one_small_file_that_names_nothing_outside(file):
+    text = file.read_text("utf-8")
+    assert len(text.encode()) < webpage.LIMIT
+    assert Tags(text).outside == []
+    assert not re.search(r"@import|url\((?!['\"]?(?:data:|#))", text.partition("</style>")[0])
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_complained_of_and_nothing_sticks_out(opened, places, width, scheme):
+    page = opened(width, scheme)
+    for place in places:
+        page.select_option("#machine", place.slug)
+        draw_all(page)
+        drawn = page.locator(".machine:not([hidden]) .chart svg").count()
+        assert drawn == sum(isinstance(p, plots.Plot) for p in plots.plots(place))
+    page.evaluate("document.querySelectorAll('main details').forEach((d) => { d.open = true; })")
+    assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+    outside = page.evaluate(
+        """[...document.querySelectorAll("main *")].filter((e) => {
+          const box = e.getBoundingClientRect();
+          return box.width && box.right > innerWidth + 1 && !e.closest(".scroll, pre, #diff, svg, .unseen, .player");
+        }).map((e) => e.outerHTML.slice(0, 120))"""
+    )
+    assert outside == [] and page.said == []
+
+
+def test_dark_follows_the_system_and_the_button(opened):
+    def dark(page):
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
+
+    assert not dark(opened(scheme="light"))
+    page = opened(scheme="dark")
+    assert dark(page) and page.get_attribute("#theme", "aria-pressed") == "true"
+    draw_all(page)
+    ink = page.evaluate("getComputedStyle(document.querySelector('.chart text[fill*=ink]')).fill")
+    assert sum(map(int, re.findall(r"\d+", ink)[:3])) > 3 * 128
+    page.click("#theme")
+    assert not dark(page) and page.get_attribute("#theme", "aria-pressed") == "false"
+    page.reload()
+    assert not dark(page)
+
+
+def test_two_stages_are_chosen_and_their_difference_shown(opened, machines):
+    page = opened()
+    pair = machines[0].pairs[0]
+    page.select_option("#machine", machines[0].slug)
+    choose(page, pair["a"], pair["b"])
+    assert page.locator("#diff thead th").all_inner_texts() == [pair["a"], pair["b"]]
+    assert page.locator("#diff .old").count() and page.locator("#diff .new").count()
+    page.check("#whole")
+    for side, stage in ((2, pair["a"]), (4, pair["b"])):
+        cells = page.evaluate(
+            f"""[...document.querySelectorAll("#diff tbody tr")].map((row) => row.cells[{side - 1}])
+              .filter((cell) => cell.previousElementSibling.textContent)
+              .map((cell) => {{ cell.querySelector(".unseen")?.remove(); return cell.textContent; }})"""
+        )
+        assert cells == code_path(stage).read_text("utf-8").splitlines()
+    page.uncheck("#columns")
+    assert page.locator("#diff thead th").all_inner_texts() == [f"{pair['a']} → {pair['b']}"]
+
+
+def test_what_is_the_same_is_folded_and_unfolds(opened):
+    page = opened()
+    choose(page, "naive", "tiling")
+    before = page.locator("#diff tbody tr").count()
+    fold = page.locator("#diff .fold button").first
+    hidden = int(fold.inner_text().split()[0])
+    fold.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#diff tbody tr").count() == before - 1 + hidden
+
+
+def test_the_numbers_above_two_stages_are_the_records(opened, machines):
+    page = opened()
+    for place in machines:
+        page.select_option("#machine", place.slug)
+        for pair in place.pairs[:3]:
+            choose(page, pair["a"], pair["b"])
+            told = page.inner_text("#numbers")
+            if page.locator("#numbers details").count():
+                page.click("#numbers summary")
+                told += page.inner_text("#numbers")
+            run = next(r for r in place.runs if r.stage == pair["b"] and (r.model, r.at) == (pair["model"], pair["at"]))
+            metric = next(m for m, key in report.KEYS.items() if key == pair["metric"])
+            for number in (run.ms[metric], pair["ratio"], pair["expected_ratio"]):
+                assert show.number(number) in told, (pair["a"], pair["b"], number)
+            assert pair["verdict"] in told and pair["model"] in told
+
+
+def test_rungs_have_numbers_too(opened, places):
+    place, ladder = next((p, name) for p in places for name in p.kernels)
+    rows = report.kernel_rows(place, ladder)[:2]
+    page = opened()
+    page.select_option("#machine", place.slug)
+    choose(page, *(f"{ladder}/{r['stage']}" for r in rows))
+    assert all(show.number(r["ms"]["median"]) in page.inner_text("#numbers") for r in rows)
+
+
+def test_two_stages_that_no_record_compares_name_the_command(opened):
+    page = opened()
+    choose(page, "naive", "fused")
+    assert "lesson compare naive fused" in page.inner_text("#numbers")
+
+
+def test_the_page_follows_its_records(opened, tmp_path):
+    source = max(REPORTS.glob("*/compare/*.json"), key=lambda p: len(json.loads(p.read_text("utf-8"))["stages"]))
+    path = tmp_path / "reports" / source.parent.parent.name / "compare" / source.name
+    path.parent.mkdir(parents=True)
+    document = json.loads(shutil.copy(source, path).read_text("utf-8"))
+    first, second = document["stages"][:2]
+    second["ttft_ms"]["median"], document["pairs"][0]["ratio"] = 98765.4, 0.01234
+    path.write_text(json.dumps(document), "utf-8")
+    (tmp_path / "page.html").write_text(built(report.gather(tmp_path / "reports")), "utf-8")
+    page = opened(path=tmp_path / "page.html")
+    choose(page, first["stage"], second["stage"])
+    assert "98,765" in page.inner_text("#numbers") and "0.012×" in page.inner_text("#numbers")
+    assert "98,765" in page.inner_text("#climb")
+
+
+def test_all_chapters_are_there_and_their_links_lead_somewhere(opened):
+    page = opened()
+    titles = page.locator("details.chapter article > h3").all_text_contents()
+    paths = [path for path in chapters.files() if path.name != "README.md" or path.parent != chapters.ROOT]
+    assert sorted(titles) == sorted(show.prose(path).lstrip().split("\n")[0].lstrip("# ") for path in paths)
+    lost = page.evaluate(
+        """[...document.querySelectorAll("main a[href^='#'], nav a")].map((a) => decodeURIComponent(a.hash.slice(1)))
+          .filter((name) => name.startsWith("compare=") ? name.slice(8).split(",").some((s) => !data.code[s])
+                                                        : !document.getElementById(name))"""
+    )
+    assert lost == []
+    assert page.evaluate("[...document.querySelectorAll('article')].every((a) => !a.innerHTML.includes('<!--'))")
+    pictures = sum(len(re.findall(r"!\[", show.prose(path))) for path in paths)
+    assert page.locator("article .picture svg[aria-label]").count() == pictures
+
+
+def test_every_stage_and_rung_can_be_chosen(opened):
+    page = opened()
+    for side in "ab":
+        assert page.locator(f"#stage-{side} option").all_text_contents() == [
+            *LADDER,
+            *(rung for ladder in webpage.ladders() for rung in catalog.kernels(ladder)["rungs"]),
+        ]
+    assert set(page.evaluate("Object.keys(data.code)")) == {*LADDER, *rungs()}
+
+
+def test_it_is_used_by_keyboard_alone(opened):
+    page = opened()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.activeElement.id === 'main' || location.hash === '#main'")
+    page.focus("#machine")
+    slug = page.input_value("#machine")
+    page.keyboard.press("ArrowDown")
+    assert page.input_value("#machine") != slug
+    page.focus("details.chapter summary")
+    page.keyboard.press("Enter")
+    assert page.locator("details.chapter[open] article").first.is_visible()
+    page.focus("#stage-b")
+    page.keyboard.press("End")
+    assert page.locator("#diff thead th").last.inner_text() == page.input_value("#stage-b")
+
+
+def test_a_reader_who_listens_finds_the_way(opened):
+    page = opened()
+    draw_all(page)
+    assert page.evaluate(
+        "['main', 'nav', 'header', 'footer'].every((tag) => document.querySelectorAll(tag).length === 1)"
+    )
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll("select, input, button, .chart, nav, article, .scroll, summary")].filter((e) =>
+          !(e.labels?.length || e.getAttribute("aria-label") || e.textContent.trim())).map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+    for figure in page.locator(".machine:not([hidden]) figure.plot").all():
+        assert figure.locator(".chart[role=img]").count() == 1
+        assert figure.locator("table thead th[scope=col]").count() > 1 and figure.locator("tbody tr").count()
+    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4, h5')].map((h) => +h.tagName[1])")
+    assert levels.count(1) == 1 and levels[0] == 1
+    assert all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False))
+
+
+def test_an_address_opens_a_chapter_or_two_stages(opened, file):
+    page = opened()
+    page.goto(f"{file.as_uri()}#chapter-tiling")
+    page.reload()
+    assert page.locator("#chapter-tiling article").is_visible()
+    page.goto(f"{file.as_uri()}#compare=tiling,simd")
+    assert page.locator("#diff thead th").all_inner_texts() == ["tiling", "simd"]
+
+
+def test_contents_fold_on_a_phone(opened):
+    page = opened(WIDTHS["phone"])
+    link = page.locator("nav a[href='#measured']")
+    assert not link.is_visible()
+    page.click("#contents > summary")
+    link.click()
+    assert not link.is_visible() and page.evaluate("location.hash") == "#measured"
+
+
+def test_it_prints_light_and_without_controls(opened):
+    page = opened(scheme="dark")
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible() and not page.locator("#machine").is_visible()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator("h1").is_visible()
