@@ -23,8 +23,8 @@ from common.intrinsics import (
     QUAD,
     ROWS,
     both,
-    dot4_tokens,
-    dot8_tokens,
+    dots_of_panel,
+    dots_of_tokens,
     largest,
     load_lanes,
     multiply_add,
@@ -290,9 +290,40 @@ def begin(kind, lanes, x, tile, g):
 
 
 @kernel
-def add_dots(kind, dots, q, p, index):
-    """dots and the products of sixteen weights of each row with the quads of p from p[*index] on."""
-    return dot8_tokens(dots, q, p, index) if kind == Q8_0 else dot4_tokens(dots, q, p, index)
+def strip_dots(kind, raw, at, g, x, tile, here, lanes):
+    """Sums for the weights that share the scales of the g-th sixteen of the packed block at `at`, and a tile's tokens.
+
+    `here` is the g-th sixteen's number in the row; `lanes` has room for the tokens.
+    """
+    q, sums = strip_integers(kind, raw, at, g), begin(kind, lanes, x, tile, here)
+    if kind == Q6_K:
+        return add_dots(kind, sums, q, x, tile, here)
+    return add_dots(kind, sums, both(q, strip_integers(kind, raw, at, g + 1)), x, tile, here)
+
+
+@kernel
+def add_dots(kind, sums, q, x, tile, here):
+    index = tile, here * QUADS
+    if kind == Q8_0:
+        return dots_of_tokens(sums, q, x.p, index, 255)
+    if kind == Q6_K:
+        return dots_of_tokens(sums, q, x.p, index, 63)
+    if kind in (Q5_0, Q5_1, Q5_K):
+        return dots_of_tokens(sums, q, x.p, index, 31)
+    return dots_of_tokens(sums, q, x.p, index, 15)
+
+
+@kernel
+def panel_dots(kind, q, g, x, tile, here, lanes):
+    """The same from integers taken apart: q is (K, 16)."""
+    sums, k, index = begin(kind, lanes, x, tile, here), g * GROUP, (tile, here * QUADS)
+    if kind == Q8_0:
+        return dots_of_panel(sums, q, k, STEP, x.p, index, 255)
+    if kind == Q6_K:
+        return dots_of_panel(sums, q, k, GROUP, x.p, index, 63)
+    if kind in (Q5_0, Q5_1, Q5_K):
+        return dots_of_panel(sums, q, k, STEP, x.p, index, 31)
+    return dots_of_panel(sums, q, k, STEP, x.p, index, 15)
 
 
 @kernel

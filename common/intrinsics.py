@@ -179,91 +179,148 @@ def cpu_features() -> set[str]:
     return {feature[1:] for feature in named.split(",") if feature.startswith("+")}
 
 
-def dot4_at_once(builder, total, q, x):
+def dots_at_once(builder, sums, steps, most):
     """AVX-512 VNNI: one instruction multiplies and sums."""
-    q, x = (builder.bitcast(v, total.type) for v in (q, x))
-    return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}", total.type, total, q, x)
+    for pairs in steps():
+        for i, (q, x) in enumerate(pairs):
+            q, x = (builder.bitcast(v, sums[i].type) for v in (q, x))
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * q.type.count}"
+            sums[i] = call(builder, name, q.type, sums[i], q, x)
+    return sums
 
 
-def dot4_in_pairs(builder, total, q, x):
-    """AVX2: products summed in pairs to 16 bits, which holds two of 127 * 127, and pairs of those to 32."""
-    pairs = ir.VectorType(INT16, 2 * total.type.count)
-    sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, q, x)
-    ones = ir.Constant(pairs, [1] * pairs.count)
-    return builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", total.type, sums, ones))
+def dots_in_pairs(builder, sums, steps, most):
+    """AVX2: products summed in pairs to 16 bits, as many such sums added there as fit, and pairs of those to 32."""
+    if most <= 127:
+        return pairs_of(builder, sums, steps, most)
+    for shift in (0, 4):  # not even one pair fits: the lower four bits, then the upper
+        half = lambda: ([(bits(builder, q, shift, 15), x) for q, x in pairs] for pairs in steps())  # noqa: B023,E731
+        sums = pairs_of(builder, sums, half, 15, 1 << shift)
+    return sums
 
 
-def dot4_in_turn(builder, total, q, x):
+def pairs_of(builder, sums, steps, most, unit=1):
+    kind = ir.VectorType(INT16, 2 * sums[0].type.count)
+    fit, units = (2**15 - 1) // (2 * 127 * most), ir.Constant(kind, [unit] * kind.count)
+
+    def widened(small):
+        wide = [call(builder, "llvm.x86.avx2.pmadd.wd", sums[0].type, v, units) for v in small]
+        return [builder.add(*pair) for pair in zip(sums, wide, strict=True)]
+
+    small = None
+    for k, pairs in enumerate(steps()):
+        products = [call(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, *pair) for pair in pairs]
+        small = [builder.add(*pair) for pair in zip(small, products, strict=True)] if small else products
+        small = in_order(builder, small)
+        if k % fit == fit - 1:
+            sums, small = widened(small), None
+    return widened(small) if small else sums
+
+
+def in_order(builder, values):
+    """values, computed before anything after this is loaded. No instruction.
+
+    Else the compiler loads first what all steps need, more than there are registers.
+    """
+    kind = ir.LiteralStructType([v.type for v in values])
+    ties = ",".join(["=x"] * len(values) + list(map(str, range(len(values)))) + ["~{memory}"])
+    asm = ir.InlineAsm(ir.FunctionType(kind, [v.type for v in values]), "", ties, side_effect=True)
+    found = builder.call(asm, values)
+    return [builder.extract_value(found, i) for i in range(len(values))]
+
+
+def dots_in_turn(builder, sums, steps, most):
     """Any CPU: the bytes of a quad one by one, as 32 bits."""
-    for byte in range(QUAD):
-        a, b = (take(builder, v, range(byte, v.type.count, QUAD)) for v in (q, x))
-        total = builder.add(total, builder.mul(builder.zext(a, total.type), builder.sext(b, total.type)))
-    return total
+    for pairs in steps():
+        for i, pair in enumerate(pairs):
+            for byte in range(QUAD):
+                q, x = (take(builder, v, range(byte, v.type.count, QUAD)) for v in pair)
+                product = builder.mul(builder.zext(q, sums[i].type), builder.sext(x, sums[i].type))
+                sums[i] = builder.add(sums[i], product)
+    return sums
 
 
 FEATURES = cpu_features()
+# WIDEST: lanes that an instruction fills. TOKENS: as many as have sums of sixteen rows in at most half the registers.
 if {"avx512vnni", "avx512vl"} <= FEATURES:
-    DOT4, WIDEST = dot4_at_once, 16  # lanes that an instruction fills
+    DOTS, WIDEST, TOKENS = dots_at_once, 16, 8
 elif "avx2" in FEATURES:
-    DOT4, WIDEST = dot4_in_pairs, 8
+    DOTS, WIDEST, TOKENS = dots_in_pairs, 8, 4
 else:
-    DOT4, WIDEST = dot4_in_turn, 16
+    DOTS, WIDEST, TOKENS = dots_in_turn, 16, 4
 
 
-def dot4_code(builder, total, q, x):
-    """DOT4 on registers of lanes, whatever their number."""
-    width = min(WIDEST, total.type.count)
-    parts = []
-    for at in range(0, total.type.count, width):
-        part = [take(builder, total, range(at, at + width))]
-        part += [take(builder, v, range(QUAD * at, QUAD * (at + width))) for v in (q, x)]
-        parts.append(DOT4(builder, *part))
-    return join(builder, parts)
+def bits(builder, values, shift, mask):
+    kind = values.type
+    shifted = builder.lshr(values, ir.Constant(kind, [shift] * kind.count))
+    return builder.and_(shifted, ir.Constant(kind, [mask] * kind.count))
 
 
-def dot8_code(builder, total, q, x):
-    """Where pairs of 255 * 127 would not fit, even and odd bytes one after the other."""
-    if DOT4 is not dot4_in_pairs:
-        return dot4_code(builder, total, q, x)
-    for mask in ([255, 0], [0, 255]):
-        half = builder.and_(q, ir.Constant(q.type, mask * (q.type.count // 2)))
-        total = dot4_code(builder, total, half, x)
-    return total
+def registers(builder, values, width):
+    """values in parts of so many lanes."""
+    return [take(builder, values, range(at, at + width)) for at in range(0, values.type.count, width)]
 
 
-def dot_intrinsics(code_of, doc):
-    """(dot of lanes with lanes, dot of sixteen rows with tokens)."""
+@intrinsic(prefer_literal=True)
+def dots(typing, total, q, x, most):
+    """total + the sum of a quad of q times a quad of x in each lane, exactly.
 
-    def dot(typing, total, q, x):
-        def code(context, builder, signature, args):
-            return code_of(builder, *args)
+    q is 0 to `most`, a constant and at most 255; x is -127 to 127.
+    """
 
-        return total(total, q, x), code
+    def code(context, builder, signature, args):
+        total, q, x, _ = args
+        width = min(WIDEST, total.type.count)
+        sums = registers(builder, total, width)
+        pairs = list(zip(*(registers(builder, v, QUAD * width) for v in (q, x)), strict=True))
+        return join(builder, DOTS(builder, sums, lambda: [pairs], most.literal_value))
 
-    def dot_tokens(typing, total, q, x, index):
-        def code(context, builder, signature, args):
-            total, q, x, index = args
-            tokens = total.type.count // ROWS
-            quads = tile_pointer(context, builder, signature.args[2], x, index, INT32)
-            sums = [take(builder, total, range(ROWS * i, ROWS * (i + 1))) for i in range(tokens)]
-            for k in range(q.type.count // (QUAD * ROWS)):
-                weights = take(builder, q, range(QUAD * ROWS * k, QUAD * ROWS * (k + 1)))
-                for i in range(tokens):
-                    quad = splat(builder, builder.load(builder.gep(quads, [INT32(tokens * k + i)]), align=1), ROWS)
-                    sums[i] = code_of(builder, sums[i], weights, builder.bitcast(quad, weights.type))
-            return join(builder, sums)
-
-        return total(total, q, x, index), code
-
-    dot.__doc__ = f"total + the sum of a quad of q times a quad of x in each lane, exactly; {doc}."
-    dot_tokens.__doc__ = (
-        f"The same for {ROWS} rows in q and the quads at x[t + i, k] of as many tokens as total has sums for."
-    )
-    return intrinsic(dot), intrinsic(dot_tokens)
+    return total(total, q, x, most), code
 
 
-dot4, dot4_tokens = dot_intrinsics(dot4_code, "q is 0 to 127, x -127 to 127")
-dot8, dot8_tokens = dot_intrinsics(dot8_code, "q is 0 to 255, x -127 to 127")
+def dots_with_tile(context, builder, total, weights, array_type, array, index, most):
+    """total of sixteen rows and some tokens, plus weights(k), a quad of each row, times the quads array[*index + k]."""
+    tokens, width = total.type.count // ROWS, min(WIDEST, ROWS)
+    quads = tile_pointer(context, builder, array_type, array, index, INT32)
+
+    def steps():
+        for k, rows in enumerate(weights):
+            parts, pairs = registers(builder, rows(), QUAD * width), []
+            for i in range(tokens):
+                quad = splat(builder, builder.load(builder.gep(quads, [INT32(tokens * k + i)]), align=1), width)
+                pairs += [(part, builder.bitcast(quad, part.type)) for part in parts]
+            yield pairs
+
+    return join(builder, DOTS(builder, registers(builder, total, width), steps, most))
+
+
+@intrinsic(prefer_literal=True)
+def dots_of_tokens(typing, total, q, x, index, most):
+    """total + the products of sixteen rows' q with the quads from x[*index] on, for each token that total is for."""
+
+    def code(context, builder, signature, args):
+        total, q, x, index, _ = args
+        weights = [lambda v=v: v for v in registers(builder, q, QUAD * ROWS)]
+        return dots_with_tile(context, builder, total, weights, signature.args[2], x, index, most.literal_value)
+
+    return total(total, q, x, index, most), code
+
+
+@intrinsic(prefer_literal=True)
+def dots_of_panel(typing, total, q, k, count, x, index, most):
+    """The same for `count` weights, a constant, from weight k on of q (K, 16)."""
+
+    def code(context, builder, signature, args):
+        total, q, k, _, x, index, _ = args
+        first = row_pointer(context, builder, signature.args[1], q, k, INT8, QUAD * ROWS)
+
+        def load(quad):
+            return builder.load(builder.gep(first, [INT32(quad)]), align=1)
+
+        weights = [lambda quad=quad: load(quad) for quad in range(count.literal_value // QUAD)]
+        return dots_with_tile(context, builder, total, weights, signature.args[4], x, index, most.literal_value)
+
+    return total(total, q, k, count, x, index, most), code
 
 
 def splat(builder, number, count):
@@ -273,8 +330,8 @@ def splat(builder, number, count):
 
 def tile_pointer(context, builder, array_type, array, index, element):
     """A pointer to the first token of a tile at array[*index], whose last axes hold one token after the other."""
-    zeros = [INT64(0)] * (array_type.ndim - index.type.count)
-    index = cgutils.pack_array(builder, cgutils.unpack_tuple(builder, index) + zeros)
+    indices = cgutils.unpack_tuple(builder, index)
+    index = cgutils.pack_array(builder, indices + [INT64(0)] * (array_type.ndim - len(indices)))
     return builder.bitcast(address(context, builder, array_type, array, index, BYTES), element.as_pointer())
 
 
@@ -526,15 +583,15 @@ def zero_lanes(typing, tokens):
     return Lanes(types.float32, ROWS * tokens.literal_value)(tokens), code
 
 
-@intrinsic
-def load_rows(typing, q, k):
-    """The weights k to k + 15 of sixteen rows: four registers. q is (K, 16)."""
-    lanes = Lanes(types.uint8, LANES * ROWS)
+@intrinsic(prefer_literal=True)
+def load_rows(typing, q, k, count):
+    """`count` weights, a constant, of sixteen rows from weight k on. q is (K, 16)."""
+    lanes = Lanes(types.uint8, count.literal_value * ROWS)
 
     def code(context, builder, signature, args):
-        return builder.load(row_pointer(context, builder, signature.args[0], *args, INT8, lanes.count), align=1)
+        return builder.load(row_pointer(context, builder, signature.args[0], *args[:2], INT8, lanes.count), align=1)
 
-    return lanes(q, k), code
+    return lanes(q, k, count), code
 
 
 def row_address(context, builder, array_type, array, index, i, element):

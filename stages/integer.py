@@ -21,8 +21,7 @@ from common.int8 import GROUP, REGISTER, STEP, by_type, float_matmul, has_intege
 from common.intrinsics import (
     LANES,
     QUAD,
-    dot4,
-    dot8,
+    dots,
     load_bytes,
     load_lanes,
     load_spread,
@@ -99,9 +98,9 @@ def matmul(x, w):  # (T, K), (N, K) -> (T, N)
                 lanes = multiply_add(load_lanes(m, g), sums, lanes)
             for k in range(0, width, REGISTER):
                 a, b = load_bytes(q, k, REGISTER), load_bytes(x8.p, (t, k // QUAD, 0, 0), REGISTER)
-                dots = dot8(no_sums(lanes), a, b) if kind == Q8_0 else dot4(no_sums(lanes), a, b)
+                products = dots(no_sums(lanes), a, b, 255) if kind == Q8_0 else dots(no_sums(lanes), a, b, 63)
                 scale = load_spread(d, k // GROUP, 4) * load_spread(x8.scales, (t, k // STEP, 0), 2)
-                lanes = multiply_add(scale, sums_as_floats(dots), lanes)
+                lanes = multiply_add(scale, sums_as_floats(products), lanes)
             out[t, n] = total(lanes)
     return out
 

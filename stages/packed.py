@@ -20,9 +20,6 @@ from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, s
 from common.int8 import (
     GROUP,
     INTEGER,
-    QUADS,
-    add_dots,
-    begin,
     by_type,
     float_matmul,
     kernel,
@@ -31,7 +28,7 @@ from common.int8 import (
     raised,
     span,
     store_rows,
-    strip_integers,
+    strip_dots,
     strip_scales,
     to_int8,
 )
@@ -135,10 +132,7 @@ def strips_of(kind, x, w, out, first, last):
                 at = (strip * blocks + b) * size
                 for g in range(0, groups, step):
                     here = b * groups + g
-                    dots = begin(kind, lanes, x, t, here)
-                    for i in range(step):
-                        q = strip_integers(kind, raw, at, g + i)
-                        dots = add_dots(kind, dots, q, x.p, (t, (here + i) * QUADS))
+                    dots = strip_dots(kind, raw, at, g, x, t, here, lanes)
                     d, m = strip_scales(kind, raw, at, g)
                     d = d * of_tile(lanes, x.scales, (t, here // 2))
                     lanes = multiply_add(d, sums_as_floats(dots), lanes)

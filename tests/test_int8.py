@@ -186,36 +186,43 @@ FORMS = """
 import hashlib, json
 import numpy as np
 from common import intrinsics
-from common.intrinsics import DOT4, dot4, dot4_tokens, dot8, dot8_tokens, load_bytes, load_lanes, load_rows, no_sums
+from common.intrinsics import DOTS, dots, dots_of_panel, dots_of_tokens, load_bytes, load_lanes, no_sums, row_bytes
 from common.intrinsics import store_lanes
 from common.jit import numba
 from tests.test_int8 import NAMES, draw, matrix, ready
 import importlib
 
 @numba.njit
-def dots(floats, q, rows, x, out):
+def all_dots(floats, q, rows, x, out):
     start = no_sums(load_lanes(floats, 0))
     a, b = load_bytes(q, 0, 64), load_bytes(x, (0, 0), 64)
-    store_lanes(out, (0, 0), dot4(start, a & 127, b))
-    store_lanes(out, (1, 0), dot8(start, a, b))
-    weights, tile = load_rows(rows, 0), x.reshape(2, 16, 1, 4)
-    store_lanes(out, (2, 0), dot4_tokens(start, weights & 127, tile, (1, 4)))
-    store_lanes(out, (3, 0), dot8_tokens(start, weights, tile, (1, 4)))
+    tile = x.reshape(2, 16, 1, 4)
+    store_lanes(out, (0, 0), dots(start, a & 127, b, 127))
+    store_lanes(out, (1, 0), dots(start, a, b, 255))
+    weights = row_bytes(rows, 0, 32)
+    store_lanes(out, (2, 0), dots_of_tokens(start, weights & 15, tile, (1, 4), 15))
+    store_lanes(out, (3, 0), dots_of_tokens(start, weights & 31, tile, (1, 4), 31))
+    store_lanes(out, (4, 0), dots_of_tokens(start, weights & 63, tile, (1, 4), 63))
+    store_lanes(out, (5, 0), dots_of_tokens(start, weights & 127, tile, (1, 4), 127))
+    store_lanes(out, (6, 0), dots_of_tokens(start, weights, tile, (1, 4), 255))
+    store_lanes(out, (7, 0), dots_of_panel(start, rows, 0, 32, tile, (1, 4), 255))
+    store_lanes(out, (8, 0), dots_of_panel(start, rows, 16, 16, tile, (1, 8), 255))
 
 random, wrong = np.random.default_rng(0), 0
 for case in range(20):
-    q, rows = random.integers(0, 256, 64, dtype=np.uint8), random.integers(0, 256, (16, 16), dtype=np.uint8)
+    q, rows = random.integers(0, 256, 64, dtype=np.uint8), random.integers(0, 256, (32, 16), dtype=np.uint8)
     x = random.integers(-127, 128, (2, 64), dtype=np.int8)
     if case == 0:
         q[:], rows[:], x[:] = 255, 255, 127
     if case == 1:
         q[:], rows[:], x[:] = 255, 255, -127
-    out = np.zeros((4, 16), np.int32)
-    dots(np.zeros(16, np.float32), q, rows, x, out)
-    exact = x.astype(int)
-    want = [(a.astype(int).reshape(16, 4) * exact[0].reshape(16, 4)).sum(axis=1) for a in (q & 127, q)]
-    quads = exact[1, 16:32].reshape(4, 1, 4)
-    want += [(a.astype(int).reshape(4, 16, 4) * quads).sum(axis=(0, 2)) for a in (rows & 127, rows)]
+    out = np.zeros((9, 16), np.int32)
+    all_dots(np.zeros(16, np.float32), q, rows, x, out)
+    wide = x.astype(int)
+    want = [(a.astype(int).reshape(16, 4) * wide[0].reshape(16, 4)).sum(axis=1) for a in (q & 127, q)]
+    weights, quads = rows.astype(int).reshape(8, 16, 4), wide[1, 16:48].reshape(8, 1, 4)
+    want += [((weights & most) * quads).sum(axis=(0, 2)) for most in (15, 31, 63, 127, 255, 255)]
+    want += [(weights[4:] * quads[4:]).sum(axis=(0, 2))]
     wrong += not np.array_equal(out, want)
 
 digest = hashlib.sha256()
@@ -225,7 +232,7 @@ for name in NAMES:
         w = ready(stage, matrix(name, 19, 256)[0])
         for T in (1, 9):
             digest.update(stage.matmul(draw(T, 256, seed=2), w).tobytes())
-print(json.dumps([DOT4.__name__, wrong, digest.hexdigest()]))
+print(json.dumps([DOTS.__name__, wrong, digest.hexdigest()]))
 """
 
 BASE = "+sse4.2,+avx,+fma,+f16c"  # so that floats round alike
@@ -250,7 +257,7 @@ def test_every_form_of_the_dot_product_gives_the_same_bits():
     assert [wrong for _, wrong, _ in found] == [0] * len(TARGETS)
     assert len({digest for _, _, digest in found}) == 1
     if X86:
-        assert [form for form, _, _ in found[1:]] == ["dot4_in_turn", "dot4_in_pairs"]
+        assert [form for form, _, _ in found[1:]] == ["dots_in_turn", "dots_in_pairs"]
 
 
 # ---- whole models --------------------------------------------------------------------------------------------------
