@@ -60,12 +60,17 @@ def plots(place: Place) -> list[Plot | Absent]:
 # ---- the pieces that plots are made of -------------------------------------------------------------------------
 
 
+STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+
+
 def axis(field: str, title: str, domain: list[float], form: str = ",~r") -> dict:
-    """A log axis with few lines: decades, and as much between them as there is room for."""
+    """A log axis with as few lines as tell its scale: decades, and between them what they need."""
     low, high = domain
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1,) if len(decades) > 6 else (1, 3) if len(decades) > 3 else (1, 2, 5)
-    ticks = [step * 10.0**d for d in decades for step in steps if low <= step * 10.0**d <= high]
+    for steps in STEPS:
+        ticks = [step * 10.0**d for d in decades for step in steps if low <= step * 10.0**d <= high]
+        if len(ticks) >= 4:
+            break
     shown = {"title": title, "format": form, "values": ticks}
     return {"field": field, "type": "quantitative", "scale": {"type": "log", "domain": domain, "nice": False},
             "axis": shown}  # fmt: skip
@@ -185,27 +190,27 @@ def roofline(place: Place) -> Plot | Absent:
     nearest, memory = max(gbs for _, gbs in read), read[-1][1]
     across = at([v["intensity"] for v in values] + [rate / memory])
     up = at([v["gflops"] for v in values] + [rate])
-    roofs = []
+    roofs, ends = [], []
     for title, gbs in (("caches", nearest), ("memory", memory)):
-        label = f"{title} {rate_of(gbs, 'B/s')}"
-        start = max(across[0], up[0] / gbs)
-        roofs += [{"roof": label, "x": start, "y": start * gbs}, {"roof": label, "x": rate / gbs, "y": rate}]
-    label = f"multiply-adds {rate_of(rate, 'FLOP/s')}"
-    roofs += [{"roof": label, "x": rate / nearest, "y": rate}, {"roof": label, "x": across[1], "y": rate}]
+        start, corner = max(across[0], up[0] / gbs), rate / gbs
+        roofs += [{"roof": title, "x": start, "y": start * gbs}, {"roof": title, "x": corner, "y": rate}]
+        ends.append({"roof": f"{title} {rate_of(gbs, 'B/s')}", "x": corner, "y": rate})
+    roofs += [{"roof": "arithmetic", "x": x, "y": rate} for x in (rate / nearest, across[1])]
+    near = (start * corner**3) ** 0.25  # where the memory's line has room to its left
+    ends[1] |= {"x": near, "y": near * memory}
+    ends.append({"roof": f"multiply-adds {rate_of(rate, 'FLOP/s')}", "x": across[1], "y": rate})
+    left = "left" if rate / nearest < math.sqrt(across[0] * across[1]) else "right"
     below = axis("intensity", "FLOP/byte", domain=across)
     height = axis("gflops", "GFLOP/s", domain=up, form="~s")
     kinds = colour("pass", [TOKEN, PROMPT], colours=["$c1", "$c0"])
     hint = told(stage="stage", of="pass", shape="shape", GFLOP_per_s="rate", ms="ms")
     line = {"x": {"field": "x", "type": "quantitative"}, "y": {"field": "y", "type": "quantitative"}}
-    middle = math.sqrt(roofs[2]["x"] * roofs[3]["x"])
-    early = {**roofs[0], "x": roofs[0]["x"] ** 0.6 * roofs[1]["x"] ** 0.4}
-    ends = [{**early, "y": early["x"] * nearest}, {**roofs[2], "x": middle, "y": middle * memory}, roofs[5]]
+    text = {**line, "text": {"field": "roof"}}
     layers = [
         mark("line", {**line, "detail": {"field": "roof"}}, color="$bound", strokeWidth=2, values=roofs),
-        mark("text", {**line, "text": {"field": "roof"}}, align="right", dx=-6, dy=-6, color="$bound",
-             values=ends[:1]),
-        mark("text", {**line, "text": {"field": "roof"}}, align="left", dy=16, color="$bound", values=ends[1:2]),
-        mark("text", {**line, "text": {"field": "roof"}}, align="right", dy=-9, color="$bound", values=ends[2:]),
+        mark("text", text, align=left, dy=-9, color="$bound", values=ends[:1]),
+        mark("text", text, align="right", dx=-8, dy=-4, color="$bound", values=ends[1:2]),
+        mark("text", text, align="right", dy=14, color="$bound", values=ends[2:]),
         mark("point", {"x": below, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=90, opacity=1),
         mark("text", {"x": below, "y": height, "text": {"field": "stage"}}, align="left", dx=9, color="$ink",
              where="datum.said"),
@@ -318,22 +323,26 @@ def gaps(place: Place) -> Plot | Absent:
 
 
 def lines(name: str, title: str, caption: str, values: list[dict], across: dict, up: str, what: str) -> Plot:
-    """A line a stage through its points, on log axes; a bound where the values have one."""
-    stages = report.order([SimpleNamespace(stage=v["stage"]) for v in values])
-    ms = [v[key] for v in values for key in ("ms", "bound") if v.get(key)]
-    height = axis("ms", up, domain=at(ms))
-    kinds = colour("stage", stages, colours=["$peer" if s in PEERS else SERIES[i % 8] for i, s in enumerate(stages)])
-    hint = told(stage="stage", at="at", ms="told")
+    """A line a stage through its points, on log axes, and the least bound at each place."""
+    known = report.order([SimpleNamespace(stage=v["stage"].partition(",")[0]) for v in values])
+    values = sorted(values, key=lambda v: known.index(v["stage"].partition(",")[0]))
+    stages = list(dict.fromkeys(v["stage"] for v in values))
+    height = axis("ms", up, domain=at([v[key] for v in values for key in ("ms", "bound")]))
+    colours = ["$peer" if s.startswith(tuple(PEERS)) else SERIES[i % len(SERIES)] for i, s in enumerate(stages)]
+    drawn = {"x": across, "y": height, "color": colour("stage", stages, colours=colours)}
     layers = [
-        mark("line", {"x": across, "y": height, "color": kinds}, strokeWidth=2),
-        mark("point", {"x": across, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=70, opacity=1),
+        mark("line", drawn, strokeWidth=2),
+        mark("point", {**drawn, "tooltip": told(stage="stage", at="at", ms="told")}, filled=True, size=70, opacity=1),
     ]
-    bounds = [v for v in values if v.get("bound")]
-    if bounds:
-        line = {"x": across, "y": {"field": "bound", "type": "quantitative"}, "detail": {"field": "threads"}}
-        layers.insert(0, mark("line", line, color="$bound", strokeDash=[6, 4], strokeWidth=2, values=[
-            {**v, "threads": v.get("threads", 1)} for v in bounds]))  # fmt: skip
-    rows = [(v["stage"], v["at"], show.number(v["ms"]), show.number(v.get("bound"))) for v in values]
+    least: dict[float, float] = {}
+    for v in values:
+        if v["bound"]:
+            least[v[across["field"]]] = min(v["bound"], least.get(v[across["field"]], math.inf))
+    if least:
+        bounds = [{across["field"]: place, "ms": ms} for place, ms in sorted(least.items())]
+        line = {"x": across, "y": height}
+        layers.insert(0, mark("line", line, color="$bound", strokeDash=[6, 4], strokeWidth=2, values=bounds))
+    rows = [(v["stage"], v["at"], show.number(v["ms"]), show.number(v["bound"])) for v in values]
     return Plot(name, title, caption, layered(values, layers, 340), ("stage", what, up, "bound ms"), rows)
 
 
@@ -342,11 +351,11 @@ def lengths(place: Place) -> Plot | Absent:
     found: dict[tuple[str, str], dict[int, tuple]] = {}
     for one in place.lengths:
         for p in one["tokens"]:
-            found.setdefault((report.known(place, one["model"]), one["stage"]), {})[p["tokens"]] = (
-                p["ms"], p["bound_ms"])  # fmt: skip
+            key = report.known(place, one["model"]), report.threaded(one["stage"], one["threads"])
+            found.setdefault(key, {})[p["tokens"]] = p["ms"], p["bound_ms"]
     for run in place.runs:
         if run.ms["prompt"]:
-            there = found.setdefault((run.model, run.stage), {})
+            there = found.setdefault((run.model, report.threaded(run.stage, run.threads)), {})
             there.setdefault(run.prompt, (run.ms["prompt"], run.bound["prompt"]))
     models = Counter(model for (model, _), points in found.items() if len(points) > 1)
     if not models:
@@ -366,45 +375,53 @@ def lengths(place: Place) -> Plot | Absent:
     return lines("tokens", "Time against prompt length", caption, values, across, "TTFT ms", "tokens")
 
 
+CURVES = {  # by setting: title, the axis, what the caption adds, and which command measures one
+    "depth": ("A token's time by what lies before it", "tokens before those that are timed",
+              "Depth 0 stands at 1 on the log axis.", "lesson sweep kv_cache depth=0,512,1024"),
+    "threads": ("A token's time by threads", "threads", "The bound falls as more threads read.",
+                "lesson sweep quantized threads=1,2"),
+}  # fmt: skip
+
+
 def curve(place: Place, setting: str) -> Plot | Absent:
     """A token's time by how many lie before it, or by the threads that work on it."""
-    found: dict[str, dict[tuple, dict]] = {}
-    for one in place.sweeps:
-        for row in one["rows"]:
-            metric = "ms_per_token" if row["ms_per_token"] else "ttft_ms"
-            if one["setting"] == setting and metric == "ms_per_token":
-                bound = row["expect"].get(f"bound_{metric}")
-                value = {"ms": row[metric]["median"], "bound": bound}
-                found.setdefault(one["model"], {})[one["stage"], row["value"]] = value
-    for run in place.runs:
-        if run.ms["token"] and run.shape.startswith("tg"):
-            deep = int(run.shape.partition("@d")[2] or 0)
-            alike = run.shape.partition("@")[0]
-            fits = setting == "depth" and any(
-                r.stage == run.stage and r.model == run.model and r.shape.startswith(f"{alike}@") for r in place.runs
-            )
-            if fits and run.threads == 1 or setting == "threads" and not deep:
-                key = run.stage, deep if setting == "depth" else run.threads
-                value = {"ms": run.ms["token"], "bound": run.bound["token"]}
-                found.setdefault(run.model, {}).setdefault(key, value)
-    found = {model: {key: v for key, v in points.items() if len({k for k in points if k[0] == key[0]}) > 1}
-             for model, points in found.items()}  # fmt: skip
+    title, below, note, command = CURVES[setting]
+    found: dict[str, dict[tuple[str, int], dict]] = {}
+    for model, stage, value, ms, bound in points(place, setting):
+        found.setdefault(model, {}).setdefault((stage, value), {"ms": ms, "bound": bound})
+    for model, known in found.items():
+        several = Counter(stage for stage, _ in known)
+        found[model] = {key: v for key, v in known.items() if several[key[0]] > 1}
     model = max(found, key=lambda m: len(found[m]), default=None)
     if not model or not found[model]:
-        command = "kv_cache depth=0,512,1024" if setting == "depth" else "quantized threads=1,2"
-        return Absent(setting, f"ms/token against {setting}: `lesson sweep {command}` measures it.")
+        return Absent(setting, f"ms/token against {setting}: `{command}` measures it.")
     values = [
-        {"stage": stage, setting: max(1, at), "at": str(at), "told": f"{show.number(v['ms'])} ms", **v}
-        for (stage, at), v in sorted(found[model].items(), key=lambda item: item[0])
+        {"stage": stage, setting: max(1, value), "at": str(value), "told": f"{show.number(v['ms'])} ms", **v}
+        for (stage, value), v in sorted(found[model].items())
     ]
-    titles = {"depth": "tokens before those that are timed", "threads": "threads"}
-    across = axis(setting, titles[setting], domain=at([v[setting] for v in values]))
-    title = {"depth": "A token's time by what lies before it", "threads": "A token's time by threads"}[setting]
-    caption = f"{model}: ms a token, with the bound dashed. "
-    caption += {"depth": "Depth 0 stands at 1 on the log axis.", "threads": "The bound falls as threads read more."}[
-        setting
-    ]
+    across = axis(setting, below, domain=at([v[setting] for v in values]))
+    if setting == "threads":
+        across["axis"]["values"] = sorted({v[setting] for v in values})
+    caption = f"{model}: ms a token, with the bound dashed. {note}"
     return lines(setting, title, caption, values, across, "ms/token", setting)
+
+
+def points(place: Place, setting: str) -> list[tuple]:
+    """(model, stage, value, ms, bound) of `lesson sweep`, then of runs that differ in nothing else."""
+    found = [
+        (one["model"], one["stage"], row["value"], row["ms_per_token"]["median"], row["expect"]["bound_ms_per_token"])
+        for one in place.sweeps
+        for row in one["rows"]
+        if one["setting"] == setting and row["ms_per_token"]
+    ]
+    deep = {(r.stage, r.model, r.shape.partition("@d")[0]) for r in place.runs if "@d" in r.shape}
+    for run in place.runs:
+        count, _, depth = run.shape.partition("@d")
+        same = run.threads == 1 and (run.stage, run.model, count) in deep if setting == "depth" else not depth
+        if same and run.ms["token"] and run.shape.startswith("tg"):
+            value = int(depth or 0) if setting == "depth" else run.threads
+            found.append((run.model, run.stage, value, run.ms["token"], run.bound["token"]))
+    return found
 
 
 def prediction(place: Place) -> Plot | Absent:

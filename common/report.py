@@ -260,6 +260,10 @@ def known(place: Place, name: str) -> str:
     return next((run.model for run in place.runs if run.model.startswith(f"{named(name)} ")), named(name))
 
 
+def threaded(stage: str, threads: int) -> str:
+    return stage + (f", {threads} threads" if threads > 1 else "")
+
+
 def named(name: str) -> str:
     for told, short in NAMES.items():
         name = name.replace(told, short)
@@ -401,12 +405,19 @@ def order(runs: list[Run]) -> list[str]:
 
 
 def at_shape(stage: str, runs: list[Run], shapes: Counter) -> Run:
-    """Of a stage's runs the one at the shape that most stages share; from the whole ladder's record where it has one,
-    else from the comparison of most stages.
+    """Of a stage's runs the one at the shape that most stages share, or with a prompt and threads near to it; from the
+    whole ladder's record where it has one, else from the comparison of most stages.
     """
     mine = [run for run in runs if run.stage == stage]
     beside = Counter(run.file for run in runs)
-    return max(mine, key=lambda r: (shapes[r.at], "/climb/" in r.file, beside[r.file], r.prompt))
+    most = max(shapes.values())
+    main = max((r for r in runs if shapes[r.at] == most), key=lambda r: r.prompt)
+
+    def key(run: Run) -> tuple:
+        far = abs(run.prompt - main.prompt)
+        return shapes[run.at], run.threads == main.threads, -far, "/climb/" in run.file, beside[run.file]
+
+    return max(mine, key=key)
 
 
 def step(place: Place, run: Run, metric: str) -> dict | None:

@@ -122,6 +122,39 @@ def test_pictures_are_drawn_beside_report_md(one, tmp_path):
     assert "$" not in climb and "var(" not in climb
 
 
+def test_sweeps_profiles_and_roofs_are_drawn_as_recorded(one):
+    folder, path, document = one
+    run, place = document["stages"][-1], path.parent.parent
+    head = {key: run[key] for key in ("schema", "stage", "model", "machine", "commit", "threads")}
+    pass_ms = {"new_tokens": 1, "outside_ms": 1.0, "rows": [
+        {"op": "matmul", "ms": 5.0}, {"op": "matmul", "ms": 2.0}, {"op": "silu", "ms": 2.0}]}  # fmt: skip
+    roofs = {"read_gbs": [[1 << 20, 100.0], [1 << 30, 10.0]], "read_all_gbs": [], "fma_gflops": 50.0}
+    machine = {**run["machine"], **roofs, "fma_all_gflops": 90.0, "int8_gops": None}
+    tokens = [{"tokens": T, "ms": 3.0 * T, "expect_ms": None, "bound_ms": 1.0 * T} for T in (1, 8)]
+    made = {
+        "profile/a": {**head, "prefill": {**pass_ms, "new_tokens": 9}, "decode": pass_ms},
+        "roofline/a": {**head, "model": run["model"]["name"], "machine": machine, "tokens": tokens},
+    }
+    for setting, values in (("depth", (0, 100)), ("threads", (1, 2))):
+        rows = [
+            {"value": v, "ms_per_token": {"median": 4.0 + v}, "expect": {"bound_ms_per_token": 2.0}} for v in values
+        ]
+        made[f"sweep/{setting}"] = {**head, "setting": setting, "rows": rows}
+    for name, text in made.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / f"{name}.json").write_text(json.dumps(text), "utf-8")
+    drawn = {p.name: p for p in plots.plots(report.gather(folder)[0])}
+    assert not [p for p in drawn.values() if isinstance(p, plots.Absent)]
+    stage = run["stage"]
+    assert drawn["ops-token"].rows == [(stage, "matmul", "7.00 ms", "70.0 %"), (stage, "silu", "2.00 ms", "20.0 %"),
+                                       (stage, "other", "1.00 ms", "10.0 %")]  # fmt: skip
+    assert drawn["depth"].rows == [(stage, "0", "4.00", "2.00"), (stage, "100", "104", "2.00")]
+    assert drawn["threads"].rows == [(stage, "1", "5.00", "2.00"), (stage, "2", "6.00", "2.00")]
+    assert (stage, "8", "24.0", "8.00") in drawn["tokens"].rows
+    assert any(row[0] == stage for row in drawn["roofline"].rows)
+    assert all(plots.pictures(plot) for plot in drawn.values())
+
+
 def test_every_plot_of_every_machine_has_values_and_a_table(places):
     for place in places.values():
         for plot in plots.plots(place):
