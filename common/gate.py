@@ -1,12 +1,13 @@
 """The correctness gate: no time is shown for a stage that gives other answers than the oracle."""
 
+from types import FunctionType
 from typing import NamedTuple
 
 import numpy as np
 
 from common import diff, reference
-from common.gpu import host
-from common.quants import unpack_blocks
+from common.gpu import host, on_gpu
+from common.quants import dequantize, unpack_blocks
 from common.stage import code_path
 
 # The largest NMSE of logits that a stage may show, by what its matmul rounds its inputs to (its OPERANDS).
@@ -83,7 +84,9 @@ def first_fault(request) -> str:
     """Run the stage's forward with every op checked in float64 on the very inputs it got; say where it first fails.
 
     request is a harness.Request whose ids are the text to run. Where every op is right on its inputs, the fault is in
-    how forward or generate connects them, and the residual stream says in which layer.
+    how forward or generate connects them, and the residual stream says in which layer. Of a stage whose step is
+    compiled as a whole, the ops are run by the text of the nearest stage before it that calls them from Python; then
+    its own step, cut after each layer.
     """
     from common.model import open_model
     from common.stage import load_stage
@@ -92,9 +95,12 @@ def first_fault(request) -> str:
     allowed = STREAM_TOLERANCE[rounded]
     gguf = open_model(request.model, request.layers)
     model = stage.load(gguf, request.context or gguf.config.context, request.threads)
-    trace = Trace(stage, gguf.config.L, MATMUL_TOLERANCE[rounded])
+    whole = hasattr(stage, "PHASES") and not on_gpu(request.stage)
+    space = {**vars(before(stage)), **vars(stage)} if whole else vars(stage)
+    trace = Trace(space, gguf.config.L, MATMUL_TOLERANCE[rounded])
+    forward = FunctionType(before(stage).forward.__code__, space) if whole else stage.forward
     try:
-        rows = stage.logits(model, stage.forward(model, request.ids, 0))
+        rows = stage.logits(model, forward(model, request.ids, 0))
     except Parted as found:
         return str(found)
     finally:
@@ -106,6 +112,16 @@ def first_fault(request) -> str:
             part = "attention" if step % 2 == 0 else "the feed-forward"
             at = f"{place(got, right, allowed)}, layer {step // 2}"
             return f"{at}: each op is right on its inputs, but the sum after {part} is not"
+    if whole:
+        for layer in range(gguf.config.L):
+            cut = open_model(request.model, layer + 1)
+            model = stage.load(cut, request.context or gguf.config.context, request.threads)
+            got = stage.forward(model, request.ids, 0)
+            right = rms_norm(want[2 * layer + 1], dequantize(cut.weights.output_norm), gguf.config.eps)
+            if not reference.nmse(got, right) <= allowed:
+                at = f"{place(got, right, allowed)}, layer {layer}"
+                return f"{at}: each op is right on its inputs, but what the step makes of them is not"
+        rows = stage.logits(model, got)
     if len(trace.residual) < len(want):
         return f"layer {len(trace.residual) // 2}: it never runs"
     if not reference.nmse(rows, answer.logits) <= allowed:
@@ -114,11 +130,20 @@ def first_fault(request) -> str:
     return "prefill is right at every position, so the fault is in how generate continues after it"
 
 
-class Trace:
-    """Wraps a stage's ops, as its forward sees them, with a check against float64."""
+def before(stage):
+    """The nearest stage before it whose ops pass through Python."""
+    from common.stage import load_stage
 
-    def __init__(self, stage, layers: int, matmul_tolerance: float = OP_TOLERANCE):
-        self.space, self.layers = vars(stage), layers
+    while hasattr(stage, "PHASES"):
+        stage = load_stage(stage.PREVIOUS)
+    return stage
+
+
+class Trace:
+    """Wraps a stage's ops, in the names that its forward sees, with a check against float64."""
+
+    def __init__(self, space: dict, layers: int, matmul_tolerance: float = OP_TOLERANCE):
+        self.space, self.layers = space, layers
         self.matmul_tolerance = matmul_tolerance
         self.kept = {name: self.space[name] for name in ORACLE if name in self.space}
         self.residual: list[np.ndarray] = []

@@ -12,7 +12,7 @@ Blocks lie as the file has them (common/quants.py shows the layouts), or packed 
 The row_ functions of common/intrinsics.py read either.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -342,24 +342,24 @@ def packed_bytes(N, K, length, size):
     return whole(N, ROWS) * (K // length) * size
 
 
-@njit
 def pack(kind, raw, N, blocks, size, out):  # (bytes,) -> out (bytes / 16, 16)
     """Blocks of N rows in the file's order as strips of sixteen rows; out, zeros, also has room for rows that lack."""
-    q, scratch = np.empty(STEP, np.uint8), np.empty(12, np.uint8)
-    for n in range(N):
-        for b in range(blocks):
-            by_type(
-                pack_block,
-                kind,
-                raw,
-                (n * blocks + b) * size,
-                out,
-                (n // ROWS * blocks + b) * size,
-                n % ROWS,
-                size,
-                q,
-                scratch,
-            )
+    packer(kind)(raw, N, blocks, size, out)
+
+
+@cache
+def packer(kind):
+    """`pack` compiled for one type: for all at once it would take as long as all stages together."""
+
+    @njit
+    def pack(raw, N, blocks, size, out):
+        q, scratch = np.empty(STEP, np.uint8), np.empty(12, np.uint8)
+        for n in range(N):
+            for b in range(blocks):
+                at, to = (n * blocks + b) * size, (n // ROWS * blocks + b) * size
+                pack_block(kind, raw, at, out, to, n % ROWS, size, q, scratch)
+
+    return pack
 
 
 @kernel

@@ -1,7 +1,7 @@
 """SIMD values in numba: sixteen numbers side by side in vector registers, as ordinary locals of a jitted function.
 
 A `Lanes` value is one LLVM vector, which LLVM keeps in registers as wide as the CPU's: sixteen floats take one of 512
-bits, two of 256 or four of 128. So one source serves every CPU. `+ - * & | ^ << >>` work lane by lane; a plain number
+bits, two of 256 or four of 128. So one source serves every CPU. `+ - * / & | ^ << >>` work lane by lane; a plain number
 stands for as many of it. Each lane rounds as the scalar operation does, save in `multiply_add`.
 
 A value may hold more than sixteen numbers: LLVM then keeps it in several registers. That is how a kernel says how many
@@ -61,7 +61,8 @@ def lane_operator(symbol, instruction):
     def code(context, builder, signature, args):
         lanes = signature.return_type
         pair = (spread(context, builder, *one, lanes) for one in zip(args, signature.args, strict=True))
-        floats = symbol in (operator.mul, operator.add, operator.sub) and isinstance(lanes.element, types.Float)
+        symbols = (operator.mul, operator.add, operator.sub, operator.truediv)
+        floats = symbol in symbols and isinstance(lanes.element, types.Float)
         return getattr(builder, "f" * floats + instruction)(*pair)
 
     for kinds in (Lanes, Lanes), (Lanes, types.Number), (types.Number, Lanes):
@@ -72,6 +73,7 @@ for symbol, instruction in [
     (operator.mul, "mul"),
     (operator.add, "add"),
     (operator.sub, "sub"),
+    (operator.truediv, "div"),
     (operator.and_, "and_"),
     (operator.or_, "or_"),
     (operator.xor, "xor"),
@@ -162,6 +164,66 @@ def total(typing, values):
         return fold(builder, args[0], builder.fadd)
 
     return types.float32(values), code
+
+
+def lanewise(name, builder, values, *others):
+    return call(builder, f"llvm.{name}.v{values.type.count}f32", values.type, values, *others)
+
+
+@intrinsic
+def larger(typing, a, b):
+    """The larger of each pair of lanes; NaN if one is NaN."""
+
+    def code(context, builder, signature, args):
+        return lanewise("maximum", builder, *args)
+
+    return a(a, b), code
+
+
+@intrinsic
+def highest(typing, values):
+    """The largest of all lanes."""
+
+    def code(context, builder, signature, args):
+        return fold(builder, args[0], lambda a, b: lanewise("maximum", builder, a, b))
+
+    return types.float32(values), code
+
+
+@intrinsic
+def between(typing, values, least, most):
+    """values, none below the number `least` or above `most`; NaN stays."""
+
+    def code(context, builder, signature, args):
+        least, most = (spread(context, builder, args[i], signature.args[i], values) for i in (1, 2))
+        return lanewise("minimum", builder, lanewise("maximum", builder, args[0], least), most)
+
+    return values(values, least, most), code
+
+
+@intrinsic
+def zero_below(typing, values, x, least):
+    """values, but 0 where x is below the number `least`."""
+
+    def code(context, builder, signature, args):
+        values, x, least = args
+        below = builder.fcmp_ordered("<", x, spread(context, builder, least, signature.args[2], signature.args[1]))
+        return builder.select(below, ir.Constant(values.type, None), values)
+
+    return values(values, x, least), code
+
+
+@intrinsic
+def power_of_two(typing, n):
+    """2^n for integers of -126 to 127, which is their place in a float's bits."""
+
+    def code(context, builder, signature, args):
+        kind = args[0].type
+        bits = builder.add(args[0], ir.Constant(kind, [127] * kind.count))
+        bits = builder.shl(bits, ir.Constant(kind, [23] * kind.count))
+        return builder.bitcast(bits, context.get_value_type(signature.return_type))
+
+    return Lanes(types.float32, n.count)(n), code
 
 
 # Eight-bit integers. A quad, four neighbours of a row, is multiplied and summed into one lane of 32 bits.

@@ -105,6 +105,41 @@ def blocked() -> str:
     return drawing(shapes, caption, "dark: in use · light: next · pale: later, with the next panel")
 
 
+def compiled() -> str:
+    """A layer's ops with the Python between them, and the same in one call."""
+    ops = ["norm", "q", "k", "v", "rope", "look", "o", "add", "norm", "gate", "up", "silu", "mul", "down", "add"]
+    wide = ["q", "k", "v", "o", "gate", "up", "down"]
+    shapes, at = [], 0.0
+    for op in ops:
+        shapes.append(rect(at, 0, 1.6 if op in wide else 0.6, 2, "used" if op in wide else "line"))
+        at += 1.6 if op in wide else 0.6
+        shapes.append(rect(at, 0, 0.8, 2, "cell"))
+        at += 0.8
+    shapes.append(f'<text y="{3.2 * CELL:g}">blocked: ops, and between them Python</text>')
+    at = 0.0
+    for op in ops:
+        shapes.append(rect(at, 6, 1.4 if op in wide else 0.3, 2, "used" if op in wide else "line"))
+        at += 1.4 if op in wide else 0.3
+    shapes.append(f'<text y="{9.2 * CELL:g}">compiled: the same ops, and the next layer follows at once</text>')
+    return drawing(shapes, "a layer, from left to right in time", "dark: matmul · light: other ops · pale: calls")
+
+
+def threads() -> str:
+    """A token's layer on two cores: what the first does alone, and the jobs whose pieces both take."""
+    jobs = ((1.0, 6, "q k v"), (0.8, 3, "heads"), (0.4, 4, "o"), (0.8, 8, "gate, up"), (0.4, 5, "down"))
+    shapes, at = [], 0.0
+    for alone, pieces, name in jobs:
+        shapes.append(rect(at, 0, alone, 2, "line"))
+        at += alone
+        shapes.append(f'<text x="{at * CELL:g}" y="{7 * CELL:g}">{name}</text>')
+        for piece in range(pieces):
+            core, place = piece % 2, piece // 2
+            shapes.append(rect(at + 1.8 * place + 0.2 * core, 3 * core, 1.7, 2, "used"))
+        at += 1.8 * ((pieces + 1) // 2) + 0.3
+    shapes.append(f'<text y="{9 * CELL:g}">above the first core, below the second</text>')
+    return drawing(shapes, "a layer of one token on two cores", "dark: pieces of a job · light: what one does alone")
+
+
 def kind(x: int, t: int) -> str:
     return "cell" if not 8 <= x < 16 else "used" if t < 4 else "line"
 
@@ -118,6 +153,8 @@ PICTURES = {
     "integer": integer,
     "packed": packed,
     "blocked": blocked,
+    "compiled": compiled,
+    "threads": threads,
 }
 
 
@@ -152,9 +189,9 @@ def points(walk: Iterable[tuple[int, int]]) -> Iterator[str]:
     return (f"{n * CELL + CELL / 2:g},{k * CELL + CELL / 2:g}" for k, n in walk)
 
 
-def rect(x: int, y: int, width: int, height: int, kind: str) -> str:
+def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
     return (
-        f'<rect class="{kind}" x="{x * CELL}" y="{y * CELL}" width="{width * CELL}" height="{height * CELL}"/>'
+        f'<rect class="{kind}" x="{x * CELL:g}" y="{y * CELL:g}" width="{width * CELL:g}" height="{height * CELL:g}"/>'
     )  # fmt: skip
 
 

@@ -422,6 +422,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "integer": row_matmul,
     "packed": strip_matmul,
     "blocked": tile_matmul,
+    "compiled": tile_matmul,
+    "threads": tile_matmul,
 }
 
 
@@ -430,6 +432,8 @@ def matmul_ms(stage: str, machine: Machine, T: int, K: int, N: int, kind: str = 
     return sum(COSTS[stage](machine, T, K, N, kind, held))
 
 
+WHOLE = {"compiled", "threads"}  # a step is one call, an exponential some EXP instructions on sixteen lanes
+EXP = 20
 FLOAT = {"naive", "tiling", "simd", "kv_cache"}  # unpack every weight to float32 at load
 CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each new token
 
@@ -461,17 +465,18 @@ def op_times(stage: str, config, T: int, S: int, machine: Machine, types: dict |
     chained = 2 * machine.fp_add_ns * T * config.D * (2 * L + 1)  # a float64 sum, then a product of three
     looks = (T * S - T * (T - 1) // 2) * H * L
     # dot is one chain of additions; from blocked on, eight tokens and sixteen positions are added up at once
-    look_ns = 2 * hd * 2 / machine.fma_gflops if stage == "blocked" else hd * machine.fp_add_ns
-    angles = 2 * T * hd // 2 * L  # of q and of k, each a cosine and a sine
+    look_ns = 2 * hd * 2 / machine.fma_gflops if stage in ("blocked", *WHOLE) else hd * machine.fp_add_ns
+    exp_ns = int8_ns(machine, 0, EXP) / 16 if stage in WHOLE else machine.exp_ns
+    angles = T * hd // 2 * (1 if stage in WHOLE else 2 * L)  # of q and of k, each a cosine and a sine
     ns = {
         "matmul": sum(cost_of(stage, config, T, machine, types)) * 1e6,
-        "attention": looks * (look_ns + machine.exp_ns),
+        "attention": looks * (look_ns + exp_ns),
         "rms_norm": chained,
         "rope": angles * 2 * machine.exp_ns + parts["rope"].flops / machine.scalar_gflops,
-        "silu": T * F * L * machine.exp_ns,
+        "silu": T * F * L * exp_ns,
         **streamed,
         "argmax": parts["argmax"].flops / machine.scalar_gflops,
-        "calls": (15 * L + 3) * machine.call_us * 1e3,
+        "calls": (3 if stage in WHOLE else 15 * L + 3) * machine.call_us * 1e3,
     }
     return {op: each / 1e6 for op, each in ns.items()}
 
@@ -740,6 +745,23 @@ def why_int8(before: str, now: str) -> Callable:
     return why
 
 
+def why_compiled(config, T: int, machine: Machine, types: dict | None) -> str:
+    def parts(new: int) -> tuple[dict, dict]:
+        return tuple(op_times(s, config, new, T + (new == 1), machine, types) for s in ("blocked", "compiled"))
+
+    def exponentials(ops: dict) -> str:
+        return milliseconds(ops["attention"] + ops["silu"])
+
+    (before, now), (slow, fast) = parts(1), parts(T)
+    return (
+        f"A token should come about {sum(before.values()) / sum(now.values()):.2g}x sooner: calls take "
+        f"{milliseconds(before['calls'])} ms of {milliseconds(sum(before.values()))} in blocked, attention and silu "
+        f"{exponentials(before)}, and in compiled {exponentials(now)}; the prompt about "
+        f"{sum(slow.values()) / sum(fast.values()):.2g}x, where attention and silu go from {exponentials(slow)} ms to "
+        f"{exponentials(fast)}; `lesson compare blocked compiled --shape pp512` shows a longer one."
+    )
+
+
 # (stage before, stage) -> the sentence on that step.
 STEPS = {
     ("naive", "tiling"): why_tiling,
@@ -749,6 +771,7 @@ STEPS = {
     ("quantized", "integer"): why_int8("quantized", "integer"),
     ("integer", "packed"): why_int8("integer", "packed"),
     ("packed", "blocked"): why_int8("packed", "blocked"),
+    ("blocked", "compiled"): why_compiled,
 }
 
 

@@ -23,7 +23,7 @@ from stages import quantized
 from stages.quantized import Blocks
 from tests.helpers import copy_of
 
-STAGES = ("integer", "packed", "blocked")
+STAGES = ("integer", "packed", "blocked", "compiled", "threads")
 NAMES = [name for name, kind in TYPES.items() if kind.id in INTEGER]
 SHAPES = [(1, 3, 512), (3, 17, 256), (9, 33, 768)]  # T, N, K
 SHORT = [(1, 5, 32), (7, 2, 96)]  # for blocks of 32
@@ -301,6 +301,12 @@ def test_logits_of_the_real_model(stage, smollm2):
         ),
         ("packed", "(strip * blocks + b)", "(strip * blocks + max(b, 1))", "token 0, layer 0, matmul (w_q)"),
         ("packed", "return rms_norm(x, weights", "return rms_norm(2 * x - x[:1], weights", "the output norm"),
+        (
+            "compiled",
+            "x = add(x, times(h, layer.w_down))",
+            "x = times(h, layer.w_down)",
+            "token 0, layer 0: each op is",
+        ),
     ],
 )
 def test_the_gate_names_a_fault_in_integers(name, old, new, where, tiny, tmp_path):

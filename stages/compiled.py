@@ -1,0 +1,448 @@
+"""Compiled: the whole step is one call into compiled code, and activations are rounded once for all they meet.
+
+Idea    What surrounds the multiplications should cost next to nothing.
+Was     blocked's forward is Python: fifteen calls a layer, each of which hands arrays over. Activations become
+        integers in each matmul anew, three times for q, k and v, each layer finds the same cosines and sines, and
+        each exponential is a call of its own.
+Change  step is compiled as a whole. It gets its matrices as a table of numbers, with the address of each and of the
+        code for its type, since compiled code can hold no list of things of different types. A norm's output is
+        rounded once for all matrices that it meets, angles become cosines and sines once for all layers, and silu and
+        softmax compute sixteen exponentials at a time.
+Expect  A token gains the calls and the rest: the more, the smaller the model. A prompt gains the exponentials, which
+        are many: one a value of the feed-forward, one a pair of tokens that look at each other, in each layer.
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.cpu_ops import add, argmax, mul, rms_norm, scale
+from common.int8 import (
+    GROUP,
+    INTEGER,
+    QUADS,
+    STEP,
+    add_dots,
+    begin,
+    float_matmul,
+    kernel,
+    pack,
+    packed_bytes,
+    raised,
+    span,
+    store_rows,
+    strip_integers,
+    strip_scales,
+    to_int8,
+)
+from common.intrinsics import (
+    LANES,
+    ROWS,
+    load_lanes,
+    load_rows,
+    load_tokens,
+    multiply_add,
+    of_tile,
+    of_tokens,
+    row_store,
+    store_lanes,
+    store_tokens,
+    sums_as_floats,
+    total,
+    zero_lanes,
+)
+from common.jit import njit
+from common.lane_ops import silu, softmax
+from common.quants import dequantize, unpack
+from common.stage import arena, pieces, room
+from common.step import (
+    ATTENTION,
+    EMBED,
+    MATMUL,
+    NORM,
+    ROPE,
+    SILU,
+    TIMES,
+    Input,
+    Matrix,
+    Model,
+    begin_laps,
+    blocks_of,
+    call,
+    entry,
+    given,
+    kept,
+    lap,
+    layer_of,
+    strips_in,
+)
+
+PREVIOUS = "blocked"
+CHANGES = (
+    "load", "Model", "matmul", "times", "tiles", "strips", "by_type", "rope", "silu", "softmax", "step", "forward",
+    "logits", "stamps",
+)  # fmt: skip
+FUSED = {"dot": "attention"}
+PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")
+OPERANDS = "int8"
+
+PAGE = 4096  # bytes; where pages are larger, some are touched more than once
+PANEL = 256  # weights of sixteen rows at a time: with their scales 6 KB, an eighth of a common L1
+TILE = 8  # tokens: sixteen registers for their sums, of integers and of floats
+
+
+class Blocks(NamedTuple):
+    """A matrix as the file holds it: N rows, each of K / length blocks."""
+
+    N: int
+    K: int
+    kind: int  # ggml's type id
+    length: int  # weights a block; a row of a float type is one block
+    size: int  # bytes a block
+    raw: Any  # (bytes,) uint8, in the map
+
+
+class Packed(NamedTuple):
+    """A matrix in strips of sixteen rows, word by word side by side (common/int8.py). Fields as in Blocks."""
+
+    N: int
+    K: int
+    kind: int
+    length: int
+    size: int
+    raw: Any  # (bytes / 16, 16) uint8
+
+
+def load(gguf, context, threads):
+    """Touch every page of the map, pack, and make room for context tokens. Nothing here needs threads."""
+
+    def blocks(tensor):
+        if len(tensor.shape) == 1:
+            return dequantize(tensor)
+        kind = tensor.type
+        length = kind.block if kind.block > 1 else tensor.shape[1]
+        tensor.raw[::PAGE].max()  # reads a byte of each page, so that the clock sees no page fault
+        return Blocks(*tensor.shape, kind.id, length, length // kind.block * kind.bytes, tensor.raw)
+
+    config = gguf.config
+    cache = arena(config.L, 2, context, config.G, config.hd)
+    weights = gguf.weights.map(blocks)
+    take = pieces(gguf)
+    packed = weights.map(lambda w: pack_rows(w, take) if isinstance(w, Blocks) else w)
+    packed = packed._replace(token_embd=weights.token_embd)  # rows of which are read one by one
+    return Model(config, packed, cache, given(config, packed, cache, described, PHASES))
+
+
+def described(w):
+    """A matrix by the addresses of its bytes, which must be kept, and of the code for its type."""
+    return Matrix(*w[:-1], w.raw.ctypes.data, *(code.address for code in kernels(w.kind)))
+
+
+@cache
+def kernels(kind):
+    """The code for one token and for several, compiled for this type alone."""
+
+    if kind not in INTEGER:
+
+        @entry(TIMES)
+        def floats(given, first, last):
+            x, w, out = given[0]
+            float_rows(x.floats, blocks_of(w), out, first * ROWS, min(last * ROWS, w.N))
+
+        return floats, floats
+
+    @entry(TIMES)
+    def alone(given, first, last):
+        x, w, out = given[0]
+        strips_of(kind, x.integers, strips_in(w), out, first, last)
+
+    @entry(TIMES)
+    def together(given, first, last):
+        x, w, out = given[0]
+        tiles(kind, x.integers, strips_in(w), out, first, last)
+
+    return alone, together
+
+
+def pack_rows(w, take=room):
+    """A matrix of a type with integers, packed into memory from `take`; any other as it is."""
+    if w.kind not in INTEGER:
+        return w
+    packed = take(packed_bytes(w.N, w.K, w.length, w.size)).reshape(-1, ROWS)
+    pack(w.kind, w.raw, w.N, w.K // w.length, w.size, packed)
+    return Packed(*w[:-1], packed)
+
+
+@njit
+def embed(ids, w):  # (T,), (V, D) -> (T, D)
+    V, D, kind, length, size, raw = w
+    T, blocks = len(ids), D // length
+    out = np.empty((T, D), np.float32)
+    for t in range(T):
+        for b in range(blocks):
+            unpack(kind, raw, (ids[t] * blocks + b) * size, out[t, b * length : (b + 1) * length])
+    return out
+
+
+def matmul(x, w):  # (T, K), (N, K) -> (T, N)
+    return times(rounded(x), described(w))
+
+
+@njit
+def rounded(x):  # (T, K) -> Input
+    fits = x.shape[1] % STEP == 0  # else no matrix that it meets has integers
+    return Input(x, to_int8(x if fits else np.zeros((len(x), STEP), np.float32), TILE if len(x) > 1 else 1))
+
+
+@njit
+def times(x, w):  # Input (T, K), (N, K) -> (T, N)
+    out = np.empty((len(x.floats), w.N), np.float32)
+    call(w.together if len(out) > 1 else w.alone, kept((x, w, out)), 0, (w.N + ROWS - 1) // ROWS)
+    return out
+
+
+@njit
+def float_rows(x, w, out, first, last):
+    """Rows `first` to `last` of a matrix of a type without integers."""
+    row = w.K // w.length * w.size
+    some = Blocks(last - first, w.K, w.kind, w.length, w.size, w.raw[first * row : last * row])
+    out[:, first:last] = float_matmul(x, some)
+
+
+@kernel
+def strips_of(kind, x, w, out, first, last):
+    N, K, _, length, size, raw = w
+    blocks, groups, step = K // length, length // GROUP, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(out)):
+            lanes = zero_lanes(1)
+            for b in range(blocks):
+                at = (strip * blocks + b) * size
+                for g in range(0, groups, step):
+                    here = b * groups + g
+                    dots = begin(kind, lanes, x, t, here)
+                    for i in range(step):
+                        q = strip_integers(kind, raw, at, g + i)
+                        dots = add_dots(kind, dots, q, x.p, (t, (here + i) * QUADS))
+                    d, m = strip_scales(kind, raw, at, g)
+                    d = d * of_tile(lanes, x.scales, (t, here // 2))
+                    lanes = multiply_add(d, sums_as_floats(dots), lanes)
+                    if raised(kind) == 0:
+                        lanes = multiply_add(m, of_tile(lanes, x.offsets, (t, here // 2)), lanes)
+            store_rows(out, t, strip * ROWS, lanes)
+
+
+@njit
+def tiles(kind, x, w, out, first, last):  # Rounded (T, K) in tiles of TILE, (N, K) -> out (T, N)
+    q = np.empty((PANEL, ROWS), np.uint8)
+    d, m = np.empty((PANEL // GROUP, ROWS), np.float32), np.empty((PANEL // GROUP, ROWS), np.float32)
+    totals = np.empty((len(x.p) * TILE, ROWS), np.float32)
+    tiles_of(kind, x, w, out, first, last, q, d, m, totals)
+
+
+@kernel
+def tiles_of(kind, x, w, out, first, last, q, d, m, totals):
+    K, step = w.K, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(totals)):
+            store_lanes(totals, (t, 0), zero_lanes(1))
+        for k in range(0, K, PANEL):
+            groups = min(PANEL, K - k) // GROUP
+            for g in range(0, groups, step):
+                block = strip * (K // w.length) + (k + g * GROUP) // w.length
+                at, first_of = block * w.size, (k + g * GROUP) % w.length // GROUP
+                for i in range(step):
+                    row_store(q, (g + i) * GROUP, strip_integers(kind, w.raw, at, first_of + i))
+                scale, least = strip_scales(kind, w.raw, at, first_of)
+                row_store(d, g, scale)
+                row_store(m, g, least)
+            for tile in range(len(x.p)):
+                add_panel(kind, totals, q, d, m, x, tile, k // GROUP, groups)
+        for t in range(len(out)):
+            store_rows(out, t, strip * ROWS, load_lanes(totals, (t, 0)))
+
+
+@kernel
+def add_panel(kind, totals, q, d, m, x, tile, first, groups):
+    """Products of `groups` times sixteen weights from group `first` on to the totals of a tile of tokens."""
+    lanes, step = load_tokens(zero_lanes(TILE), totals, (tile * TILE, 0)), span(kind) // GROUP
+    for g in range(0, groups, step):
+        here = first + g
+        dots = begin(kind, lanes, x, tile, here)
+        for i in range(step):
+            dots = add_dots(kind, dots, load_rows(q, (g + i) * GROUP), x.p, (tile, (here + i) * QUADS))
+        products = of_tile(lanes, x.scales, (tile, here // 2)) * sums_as_floats(dots)
+        lanes = multiply_add(load_lanes(d, (g, 0)), products, lanes)
+        if raised(kind) == 0:
+            lanes = multiply_add(load_lanes(m, (g, 0)), of_tile(lanes, x.offsets, (tile, here // 2)), lanes)
+    store_tokens(totals, (tile * TILE, 0), lanes)
+
+
+@njit
+def angles(start, T, freqs):  # -> (T, hd / 2, 2)
+    """The cosine and sine of each position and pair: the same in every layer and head."""
+    turns = np.empty((T, len(freqs), 2), np.float32)
+    for t in range(T):
+        for i in range(len(freqs)):
+            angle = (start + t) * freqs[i]
+            turns[t, i, 0], turns[t, i, 1] = math.cos(angle), math.sin(angle)
+    return turns
+
+
+@njit
+def turned(x, turns):  # (T, heads, hd), (T, hd / 2, 2) -> (T, heads, hd)
+    out = x.copy()
+    for t in range(x.shape[0]):
+        for h in range(x.shape[1]):
+            for i in range(turns.shape[1]):
+                a, b, cos, sin = x[t, h, 2 * i], x[t, h, 2 * i + 1], turns[t, i, 0], turns[t, i, 1]
+                out[t, h, 2 * i] = a * cos - b * sin
+                out[t, h, 2 * i + 1] = a * sin + b * cos
+    return out
+
+
+@njit
+def rope(x, freqs, start):  # (T, heads, hd), (hd/2,), () -> (T, heads, hd)
+    return turned(x, angles(start, len(x), freqs))
+
+
+@njit
+def vocabulary(m, hidden):  # (T, D) -> (T, V)
+    begin_laps(m.clock)
+    out = times(rounded(hidden), m.output)
+    lap(m.clock, MATMUL)
+    return out
+
+
+def stamps(model):
+    """(len(PHASES), 2) int64: nanoseconds that each phase took so far, and how often it ran."""
+    return model.given.clock[:-1]
+
+
+@njit
+def attend_alone(q, k, v):  # (1, H, hd), (S, G, hd), (S, G, hd) -> (1, H * hd)
+    """A lone token's heads: lanes run along a head, as nothing else could share its keys."""
+    _, H, hd = q.shape
+    S, G = k.shape[:2]
+    out, scores, full = np.zeros((1, H * hd), np.float32), np.empty(S, np.float32), hd - hd % LANES
+    for h in range(H):
+        g = h // (H // G)
+        for s in range(S):
+            lanes = zero_lanes(1)
+            for i in range(0, full, LANES):
+                lanes = multiply_add(load_lanes(q, (0, h, i)), load_lanes(k, (s, g, i)), lanes)
+            scores[s] = total(lanes)
+            for i in range(full, hd):
+                scores[s] += q[0, h, i] * k[s, g, i]
+        weights = softmax(scale(scores, 1 / math.sqrt(hd)))
+        for i in range(0, full, LANES):
+            lanes = zero_lanes(1)
+            for s in range(S):
+                lanes = multiply_add(load_lanes(v, (s, g, i)), weights[s], lanes)
+            store_lanes(out, (0, h * hd + i), lanes)
+        for i in range(full, hd):
+            for s in range(S):
+                out[0, h * hd + i] += weights[s] * v[s, g, i]
+    return out
+
+
+@njit
+def attend(none, queries, keys, v, weights, out, t, start, T):
+    """One head of as many tokens from t on as `none`, zeros, has room for."""
+    hd, last = queries.shape[1], min(t + TILE, T)
+    S = start + last
+    for s in range(0, S, LANES):
+        lanes = none
+        for i in range(hd):
+            lanes = multiply_add(of_tokens(lanes, queries, (t, i)), load_lanes(keys, (s // LANES, i, 0)), lanes)
+        store_tokens(weights, (0, s), lanes)
+    for row in range(last - t):
+        seen = start + t + row + 1  # a token sees itself and all before it
+        weights[row, :seen] = softmax(scale(weights[row, :seen], 1 / math.sqrt(hd)))
+        weights[row, seen:] = 0
+    for i in range(0, hd - LANES + 1, LANES):
+        lanes = none
+        for s in range(S):
+            lanes = multiply_add(of_tokens(lanes, weights, (0, s)), load_lanes(v, (s, i)), lanes)
+        store_tokens(out, (t, i), lanes)
+    for row in range(last - t):
+        for i in range(hd - hd % LANES, hd):
+            out[t + row, i] = 0
+            for s in range(S):
+                out[t + row, i] += weights[row, s] * v[s, i]
+
+
+@njit
+def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * hd)
+    T, H, hd = q.shape
+    S, G = start + T, k.shape[1]
+    if T == 1:
+        return attend_alone(q, k[:S], v[:S])
+    rows = (T + TILE - 1) // TILE * TILE
+    keys = np.zeros(((S + LANES - 1) // LANES, hd, LANES), np.float32)  # sixteen positions side by side
+    queries, out = np.zeros((rows, hd), np.float32), np.empty((rows, H * hd), np.float32)
+    weights = np.zeros((TILE, len(keys) * LANES), np.float32)
+    for h in range(H):
+        g = h // (H // G)
+        if h % (H // G) == 0:
+            for s in range(S):
+                for i in range(hd):
+                    keys[s // LANES, i, s % LANES] = k[s, g, i]
+        queries[:T] = q[:, h]
+        for t in range(0, T, TILE):
+            attend(zero_lanes(TILE), queries, keys, v[:, g], weights, out[:, h * hd : (h + 1) * hd], t, start, T)
+    return out[:T]
+
+
+@njit
+def step(m, ids, start):  # (T,) -> (T, D)
+    begin_laps(m.clock)
+    T, end, (G, hd) = len(ids), start + len(ids), m.cache.shape[3:]
+    x, turns = embed(ids, blocks_of(m.embedding)), angles(start, T, m.freqs)
+    lap(m.clock, EMBED)
+    for l in range(len(m.matrices)):
+        layer, keys, values = layer_of(m, l), m.cache[l, 0], m.cache[l, 1]
+        h = rounded(rms_norm(x, layer.attn_norm, m.eps))
+        lap(m.clock, NORM)
+        q, k, v = times(h, layer.w_q), times(h, layer.w_k), times(h, layer.w_v)
+        lap(m.clock, MATMUL)
+        q = turned(q.reshape(T, -1, hd), turns)
+        keys[start:end] = turned(k.reshape(T, G, hd), turns)
+        values[start:end] = v.reshape(T, G, hd)
+        lap(m.clock, ROPE)
+        seen = attention(q, keys[:end], values[:end], start)
+        lap(m.clock, ATTENTION)
+        x = add(x, times(rounded(seen), layer.w_o))
+        lap(m.clock, MATMUL)
+        h = rounded(rms_norm(x, layer.ffn_norm, m.eps))
+        lap(m.clock, NORM)
+        gate, up = times(h, layer.w_gate), times(h, layer.w_up)
+        lap(m.clock, MATMUL)
+        h = rounded(mul(silu(gate), up))
+        lap(m.clock, SILU)
+        x = add(x, times(h, layer.w_down))
+        lap(m.clock, MATMUL)
+    return rms_norm(x, m.output_norm, m.eps)
+
+
+def forward(model, ids, start):  # (T,) -> (T, D)
+    end = start + len(ids)
+    if end > model.cache.shape[2]:
+        raise ValueError(f"{end} tokens do not fit a context of {model.cache.shape[2]}")
+    return step(model.given, np.array(ids), start)
+
+
+def logits(model, hidden):  # (T, D) -> (T, V)
+    return vocabulary(model.given, hidden)
+
+
+def generate(model, ids, n, choose=argmax):
+    """Yield n pairs of a new id and the logits row (V,) that it was chosen from; choose(row) -> id."""
+    start, new = 0, list(ids)
+    for _ in range(n):
+        hidden = forward(model, new, start)
+        row = logits(model, hidden[-1:])[0]
+        start, new = start + len(new), [choose(row)]
+        yield new[0], row

@@ -1,0 +1,199 @@
+"""Work shared out: the same bits whoever computes, nobody needed who does not come, nothing left running."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common import team
+from common.jit import njit
+from common.job import random_ids
+from common.model import open_model
+from common.step import entry, kept
+from common.team import ALONE_UNTIL, BACK_OFF, LEAST_NS, MOST_NS, OFTEN_NS, STATE, STOP, WORKERS, Team, share
+from stages import compiled, threads
+
+ROOT = Path(__file__).parent.parent
+CORES = team.granted()
+NUMBERS = np.zeros(1, np.int64)
+
+
+def cores(count):
+    """As many as asked for, some of them twice where there are too few."""
+    return sorted((CORES * count)[:count])
+
+
+def body():
+    @entry((NUMBERS, NUMBERS))
+    def work(given, first, last):
+        source, out = given[0]
+        for i in range(first, last):
+            value = source[i]
+            for k in range(50):
+                value = (value * value + k) % 1_000_003
+            out[i] += value + 1
+
+    return work
+
+
+@njit(nogil=True)
+def jobs(board, function, source, out, times, units, together):
+    for _ in range(times):
+        share(board, function, kept((source, out)), units, together)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(("units", "together"), [(1, 1), (2, 1), (7, 3), (61, 1), (1000, 4)])
+def test_each_unit_is_done_once_a_job(count, units, together):
+    work, source, out = body(), np.arange(1000), np.zeros(1000, np.int64)
+    with Team(count, cores(count)) as found:
+        jobs(found.board, work.address, source, out, 200, units, together)
+    once = np.zeros(1000, np.int64)
+    jobs(Team(1).board, work.address, source, once, 1, units, together)
+    assert np.array_equal(out, 200 * once)
+    assert once[:units].all()
+    assert not once[units:].any()
+
+
+def test_a_team_is_no_larger_than_the_cores_granted():
+    assert len(Team(1000).threads) == len(CORES) - 1
+    assert not Team(0).threads
+
+
+def test_the_calling_thread_gets_its_cores_back():
+    before = team.granted()
+    with Team(2, cores(2)):
+        assert len(team.granted()) == 1
+    assert team.granted() == before
+
+
+def test_threads_sleep_when_there_is_no_work_and_wake_for_some():
+    work, source, out = body(), np.arange(1000), np.zeros(1000, np.int64)
+    found = Team(3, cores(3))
+    jobs(found.board, work.address, source, out, 50, 1000, 1)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    assert all(found.board[WORKERS:, team.PARKED])
+    jobs(found.board, work.address, source, out, 50, 1000, 1)
+    assert found.board[STATE, STOP] == 0
+
+
+def test_threads_end_with_their_team():
+    found = Team(3, cores(3))
+    ended = found.threads
+    assert all(thread.is_alive() for thread in ended)
+    del found
+    gc.collect()
+    for thread in ended:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in ended)
+
+
+def test_a_late_thread_sends_the_first_one_alone_for_longer_and_longer():
+    board, found = Team(1).board, []
+    for _ in range(12):
+        board[STATE, ALONE_UNTIL] = time.perf_counter_ns()  # and together again
+        late(board)
+        found.append(int(board[STATE, BACK_OFF]))
+        assert board[STATE, ALONE_UNTIL] > time.perf_counter_ns()
+    assert found[:4] == [LEAST_NS, 2 * LEAST_NS, 4 * LEAST_NS, 8 * LEAST_NS]
+    assert found[-1] == MOST_NS
+    board[STATE, ALONE_UNTIL] = time.perf_counter_ns() - 2 * OFTEN_NS  # together for long: the next is a first again
+    late(board)
+    assert board[STATE, BACK_OFF] == LEAST_NS
+
+
+def late(board):
+    """Wait for one chunk that arrives far too late."""
+    board[team.DONE, 0] = 0
+    timer = threading.Timer(0.003, lambda: board.__setitem__((team.DONE, 0), 1))
+    timer.start()
+    waiting(board, 1, time.perf_counter_ns(), 1)
+    timer.join()
+
+
+@njit(nogil=True)
+def waiting(board, others, began, mine):
+    team.wait(board, others, began, mine)
+
+
+# ---- the stage -----------------------------------------------------------------------------------------------------
+
+
+def told(stage, gguf, ids, count, monkeypatch, n=5):
+    """Logits at each position of ids, and of n tokens after it."""
+    monkeypatch.setattr(team, "granted", lambda: cores(count))
+    model = stage.load(gguf, len(ids) + n, count)
+    rows = stage.logits(model, stage.forward(model, ids, 0))
+    return np.concatenate([rows, [row for _, row in stage.generate(model, ids, n)]])
+
+
+@pytest.mark.parametrize("quant", ["q4_k_m", "q8_0", "q5_k", "q4_0", "f16"])
+@pytest.mark.parametrize("length", [1, 2, 13])
+def test_the_same_bits_as_compiled_whatever_the_number_of_threads(tiny_of, quant, length, monkeypatch):
+    gguf = open_model(tiny_of(quant))
+    ids = random_ids(length, gguf.config.V)
+    want = told(compiled, gguf, ids, 1, monkeypatch)
+    for count in (1, 2, 3):
+        assert np.array_equal(told(threads, gguf, ids, count, monkeypatch), want), count
+
+
+def test_a_generator_dropped_half_way_leaves_nothing_running(tiny, monkeypatch):
+    monkeypatch.setattr(team, "granted", lambda: cores(2))
+    model = threads.load(open_model(tiny), 32, 2)
+    tokens = threads.generate(model, [1, 2, 3], 20)
+    next(tokens)
+    running = model.team.threads
+    del tokens
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+    with pytest.raises(ValueError, match="do not fit"):
+        threads.forward(model, [1] * 33, 0)
+    del model
+    gc.collect()
+    for thread in running:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in running)
+
+
+PROCESS = """
+import hashlib, json, sys
+import numpy as np
+from common import team
+from common.model import open_model
+from stages import threads
+
+team.granted = lambda cores=team.granted(): sorted((cores * 2)[:2])
+gguf = open_model(sys.argv[1])
+model = threads.load(gguf, 32, 2)
+ids, rows = zip(*threads.generate(model, list(range(9)), 12))
+rows = np.concatenate([rows, threads.logits(model, threads.forward(model, list(range(9)), 0))])
+print(json.dumps([[int(i) for i in ids], hashlib.sha256(rows.tobytes()).hexdigest()]))
+"""
+
+
+def test_a_process_that_compiles_and_one_that_finds_all_compiled_say_the_same(tiny, tmp_path):
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS, str(tiny)],
+            env={**os.environ, "LESSON_CACHE": str(tmp_path)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0] == found[1]
