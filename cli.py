@@ -70,7 +70,16 @@ New = Annotated[int | None, typer.Option("-n", help="New tokens (default 8).")]
 Context = Annotated[
     int | None, typer.Option("--context", min=1, envvar="LESSON_CONTEXT", help="Positions to allocate for.")
 ]
-Threads = Annotated[int, typer.Option("--threads", "-t", envvar="LESSON_THREADS", min=1, help="Threads to use.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        "-t",
+        envvar="LESSON_THREADS",
+        min=1,
+        help="Default: all cores, if a stage shares its work; else 1.",
+    ),
+]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds of timed work a stage.")]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", help="0 (default) takes the first choice; above, tokens are drawn.")
@@ -91,7 +100,6 @@ FLAGS = {
     },
     Draw: {"temperature": Temperature, "top_k": TopK, "top_p": TopP, "min_p": MinP, "seed": Seed},
 }  # fmt: skip
-DEFAULTS = {"threads": 1}  # of flags that are not None where they are not given
 
 
 def command(function):
@@ -106,7 +114,7 @@ def command(function):
 
     def spread(p):
         flags = groups.get(p.name)
-        return [p.replace(name=f, annotation=flags[f], default=DEFAULTS.get(f)) for f in flags] if flags else [p]
+        return [p.replace(name=f, annotation=flags[f], default=None) for f in flags] if flags else [p]
 
     called.__signature__ = Signature([flag for p in parameters for flag in spread(p)])
     return app.command()(called)
@@ -150,7 +158,7 @@ def run(
 
     name = one(stage, stage_option)
     require(name)
-    ready = prepared(**job, sampler=sampler(**draw))
+    ready = prepared(**job, sampler=sampler(**draw), stages=[name])
     if cold:
         from common import cold as freezing
 
@@ -181,16 +189,17 @@ def compare(
         return out(as_json, gridding.grid(ideas, prepared(**job), budget, save), gridding.render)
     if every:
         from common import climb
+        from common.stage import CPU
 
         if stages:
             raise typer.BadParameter("--all takes the whole ladder: name no stages beside it")
-        return out(as_json, climb.climb(prepared(**job), budget, save), climb.render)
+        return out(as_json, climb.climb(prepared(**job, stages=CPU), budget, save), climb.render)
     names = comparing.checked(stages or [])
     if kernels.checked(names, **{flag: job[flag] for flag in ("shape", "layers", "prompt", "ids", "n")}):
         if not as_json:
             paint(comparing.introduction(names, ops=()))
         return out(as_json, kernels.compare(names, job["shape"], budget, save), kernels.result)
-    ready = prepared(**job)
+    ready = prepared(**job, stages=names)
     if not as_json:
         paint(comparing.introduction(names))
     return out(as_json, comparing.compare(names, ready, budget, save), comparing.result)
@@ -221,7 +230,7 @@ def sweep(
     prompt: Prompt = None,
     ids: Ids = None,
     shape: Shape = None,
-    threads: Threads = 1,
+    threads: Threads = None,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
@@ -231,13 +240,13 @@ def sweep(
 
     curve = sweeping.curve_of(setting)
     if curve:
-        job = prepared(model, layers, prompt, ids, shape or sweeping.CURVES[curve], threads=threads)
+        job = prepared(model, layers, prompt, ids, shape or sweeping.CURVES[curve], threads=threads, stages=[stage])
         return out(as_json, sweeping.curve(stage, setting, job, save), sweeping.render_curve)
 
     sweeping.parse(stage, setting)
     if kernels.checked([stage], shape, layers=layers, prompt=prompt, ids=ids):
         return out(as_json, kernels.sweep(stage, setting, shape, save), kernels.render)
-    job = prepared(model, layers, prompt, ids, shape, threads=threads)
+    job = prepared(model, layers, prompt, ids, shape, threads=threads, stages=[stage])
     return out(as_json, sweeping.sweep(stage, setting, job, save), sweeping.render)
 
 
@@ -270,7 +279,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
     n: Annotated[int | None, typer.Option("-n", help="New tokens an answer (default 512).")] = None,
     context: Context = None,
-    threads: Threads = 1,
+    threads: Threads = None,
     draw: Draw = None,
     as_json: Json = False,
 ) -> None:
@@ -280,7 +289,16 @@ def chat(
 
     named = one(stage, stage_option) if stage or stage_option else None
     new = talking.NEW_TOKENS if n is None else n
-    job = prepared(model, layers, ".", n=new, context=context, threads=threads, sampler=sampler(**draw))
+    job = prepared(
+        model,
+        layers,
+        ".",
+        n=new,
+        context=context,
+        threads=threads,
+        sampler=sampler(**draw),
+        stages=[named] if named else [],
+    )
     out(as_json, talking.chat(named, job, system, as_json), lambda _: [])
 
 
@@ -305,7 +323,7 @@ def quality(
     model: Model = None,
     text: Annotated[str | None, typer.Option("--text", metavar="FILE", help="A UTF-8 text of your own.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the text (default 2048).")] = None,
-    threads: Threads = 1,
+    threads: Threads = None,
     budget: Annotated[float, typer.Option("--budget", min=1, help="Seconds a stage.")] = 120.0,
     as_json: Json = False,
     save: Save = None,
@@ -313,7 +331,7 @@ def quality(
     """Perplexity, KL divergence from the reference and same top token, on a text."""
     from common import quality as scoring
 
-    job = prepared(model, threads=threads)
+    job = prepared(model, threads=threads, stages=stages)
     out(as_json, scoring.quality(stages, job, text, tokens, budget, save), scoring.render)
 
 
@@ -337,7 +355,7 @@ def predict(
 
     name = one(stage, stage_option)
     source_path(name)
-    ready = prepared(**job)
+    ready = prepared(**job, stages=[name])
     said = practising.asked_ratios(name, ready, ttft, ms_per_token, estimate)
     out(as_json, practising.predict(name, ready, said, budget, save), practising.scored)
 
@@ -404,8 +422,8 @@ def profile(
     """Where a stage's time goes, op by op, and what keeps it from the bound."""
     from common import profile as profiling
 
-    ready = prepared(**job)
-    out(as_json, profiling.profile(one(stage, stage_option), ready, save, ncu), profiling.render)
+    name = one(stage, stage_option)
+    out(as_json, profiling.profile(name, prepared(**job, stages=[name]), save, ncu), profiling.render)
 
 
 @app.command()
@@ -437,7 +455,7 @@ def roofline(
     tokens: Annotated[str | None, typer.Option(metavar="1..64", help="Measure STAGE at these prompt lengths.")] = None,
     model: Model = None,
     layers: Layers = None,
-    threads: Threads = 1,
+    threads: Threads = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     as_json: Json = False,
     save: Save = None,
@@ -445,7 +463,9 @@ def roofline(
     """This machine's roofs, and the bound they set for a model; with a stage, ms against tokens."""
     from common import roofs
 
-    document = roofs.document(prepared(model, layers, threads=threads), stage, tokens, measure, save)
+    document = roofs.document(
+        prepared(model, layers, threads=threads, stages=[stage] if stage else []), stage, tokens, measure, save
+    )
     out(as_json, document, roofs.render)
 
 
@@ -456,7 +476,7 @@ def record(
         list[str] | None,
         typer.Option("--model", "-m", help="Again for each model (default: tinyllama-shape, smollm2)."),
     ] = None,
-    threads: Threads = 1,
+    threads: Threads = None,
     budget: Annotated[float, typer.Option("--budget", min=1, help="Seconds of timed work a shape.")] = 60.0,
     as_json: Json = False,
     save: Save = None,

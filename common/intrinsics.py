@@ -115,6 +115,32 @@ def store_lanes(typing, array, index, values):
     return types.void(array, index, values), code
 
 
+@intrinsic
+def load_halves(typing, array, index):
+    """Sixteen neighbours from array[index] on, float16 by their bits, as float32."""
+    halves = Lanes(array.dtype)
+
+    def code(context, builder, signature, args):
+        values = builder.load(address(context, builder, signature.args[0], *args, halves), align=2)
+        return builder.fpext(builder.bitcast(values, ir.VectorType(HALF, LANES)), context.get_value_type(FLOATS))
+
+    return FLOATS(array, index), code
+
+
+@intrinsic
+def store_halves(typing, array, index, values):
+    """values, rounded to float16, to the sixteen neighbours from array[index] on."""
+    halves = Lanes(array.dtype)
+
+    def code(context, builder, signature, args):
+        rounded = builder.fptrunc(args[2], ir.VectorType(HALF, LANES))
+        pointer = address(context, builder, signature.args[0], *args[:2], halves)
+        builder.store(builder.bitcast(rounded, context.get_value_type(halves)), pointer, align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, index, values), code
+
+
 def call(builder, name, result, *args):
     """One of LLVM's own functions, by name."""
     kind = ir.FunctionType(result, [a.type for a in args])

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,10 +104,15 @@ def prepare(
     shape: str | None = None,
     n: int | None = None,
     context: int | None = None,
-    threads: int = 1,
+    threads: int | None = None,
     sampler: Sampler = GREEDY,
+    stages: Iterable[str] = (),
 ) -> Job:
-    """Resolve flags to a Job. Raises UsageError, ContextError, SourceError or GGUFError."""
+    """Resolve flags to a Job. Raises UsageError, ContextError, SourceError or GGUFError.
+
+    Where threads are not given there is one, or as many as there are cores if one of the stages shares its work.
+    """
+    threads = threads or most_threads(stages)
     if sum(x is not None for x in (prompt, ids, shape)) > 1:
         raise UsageError("give one of --prompt, --ids and --shape: each says what the prompt is")
     if n is not None and n < 1:
@@ -145,6 +151,17 @@ def prepare(
     made_up = synthetic or shape is not None
     n = n or NEW_TOKENS
     return Job(path, gguf, prompt_ids, n, context, threads, tokenizer, tokenize_ms, made_up, stop_ids, sampler)
+
+
+def most_threads(stages: Iterable[str]) -> int:
+    """As many as these stages can use: all cores granted, where one has a team; so all run under the same terms."""
+    from common.stage import shares_work
+
+    if not any(map(shares_work, stages)):
+        return 1
+    from common.machine import identify
+
+    return identify().threads
 
 
 def check_fits(tokens: int, context: int, gguf: ModelFile) -> None:

@@ -434,6 +434,7 @@ def matmul_ms(stage: str, machine: Machine, T: int, K: int, N: int, kind: str = 
 
 WHOLE = {"compiled", "threads"}  # a step is one call, an exponential some EXP instructions on sixteen lanes
 EXP = 20
+SHARED = {"threads"}  # compute on all cores; what their meetings cost is left out
 FLOAT = {"naive", "tiling", "simd", "kv_cache"}  # unpack every weight to float32 at load
 CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each new token
 
@@ -506,12 +507,13 @@ def expect(
     """
     if stage not in COSTS:
         return None
+    alone, machine = machine, of_team(stage, machine, threads)
 
     def forward(new: int, seen: int) -> float:
         return pass_ms(stage, config, new, seen, machine, types)
 
     def bound(new: int, seen: int) -> float:
-        return bound_ms(total(work(config, new, seen, weight_bytes)), machine, threads)
+        return bound_ms(total(work(config, new, seen, weight_bytes)), alone, threads)
 
     step = n // SAMPLES + 1
     later = range(T + 1 + step // 2, T + n, step)  # the middle of each step: what a token takes grows nearly in line
@@ -525,6 +527,15 @@ def expect(
         ops=ops,
         reason=limit(stage, config, T, machine, types),
     )
+
+
+def of_team(stage: str, machine: Machine, threads: int) -> Machine:
+    """The machine as a stage that shares its work finds it: what all cores do together."""
+    if threads == 1 or stage not in SHARED:
+        return machine
+    more = machine.fma_all_gflops / machine.fma_gflops
+    gops = machine.int8_gops and machine.int8_gops * more
+    return replace(machine, read_gbs=machine.read_all_gbs, fma_gflops=machine.fma_all_gflops, int8_gops=gops)
 
 
 def mean(values: Iterable[float]) -> float | None:

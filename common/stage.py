@@ -161,6 +161,11 @@ def require(name: str) -> None:
         )
 
 
+def shares_work(name: str) -> bool:
+    """Whether a stage uses more than one thread where it is given them. Raises StageError for an unknown name."""
+    return name not in PEERS and "from common.team import" in code_path(name).read_text("utf-8")
+
+
 def short(name: str) -> str:
     """A stage's name, without the folder of a reader's own file."""
     return Path(name).stem if name.endswith(".py") else name

@@ -25,12 +25,12 @@ PROFILED = ("pp64+tg4", *SMALLER)
 COMPILED = ("matmul", "attention")  # whose machine code is summed up
 
 
-def record(names: list[str], models: list[str], threads: int, budget_s: float, save: str | None = None) -> dict:
+def record(names: list[str], models: list[str], threads: int | None, budget_s: float, save: str | None = None) -> dict:
     """Measure and keep each stage; one that fails ends it, with those before it kept. -> {schema, records, files}."""
     for name in names:
         require(name)
     folder = records.writable(records.folder(save))
-    jobs = [prepare(model, shape="pp1", threads=threads) for model in models]
+    jobs = [prepare(model, shape="pp1", threads=threads, stages=names) for model in models]
     found, files = [], []
     for name in names:
         here = gpu_machine.of(name, jobs[0].gguf.config)

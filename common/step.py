@@ -100,6 +100,8 @@ ONE = np.zeros((1, STEP), np.float32)
 EIGHTH = Rounded(np.zeros((1, 8, 1, 4), np.int8), *(np.zeros((1, 1, 1), kind) for kind in ("f4", "i4", "f4")))
 TIMES = Input(ONE, EIGHTH), Matrix(*range(len(Matrix._fields))), ONE
 HEADS, ROW = np.zeros((1, 1, 2), np.float32), np.zeros(1, np.float32)
+HALVES = np.zeros((1, 1, 2, 16), np.uint16), np.zeros((1, 16, 16), np.uint16)  # keys, values
+JOINED = np.zeros((1, 1, 4, 16), np.float32), np.zeros((1, 1, 4, 2), np.float32)
 PROJECT, GATE, LOOK, NORMED, ROUNDED, TURNED = range(6)  # Given.parts
 
 

@@ -157,9 +157,15 @@ def wait(board, others, began, mine):
         pause()
         late = late or now() - ended > patience
     if late:
-        often = ended - board[STATE, ALONE_UNTIL] < OFTEN_NS
-        board[STATE, BACK_OFF] = min(MOST_NS, max(LEAST_NS, 2 * board[STATE, BACK_OFF])) if often else LEAST_NS
-        board[STATE, ALONE_UNTIL] = now() + board[STATE, BACK_OFF]
+        go_alone(board, ended, now())
+
+
+@njit
+def go_alone(board, delayed, until):
+    """After a delay that began at one time and ended at another."""
+    often = delayed - board[STATE, ALONE_UNTIL] < OFTEN_NS
+    board[STATE, BACK_OFF] = min(MOST_NS, max(LEAST_NS, 2 * board[STATE, BACK_OFF])) if often else LEAST_NS
+    board[STATE, ALONE_UNTIL] = until + board[STATE, BACK_OFF]
 
 
 @njit
@@ -209,7 +215,7 @@ class Team:
     """
 
     def __init__(self, threads: int, cores: list[int] | None = None):
-        self.cores = (granted() if cores is None else cores)[: max(1, threads)]
+        self.cores = (granted() if cores is None else cores)[: max(1, min(threads, most()))]
         size = (WORKERS + len(self.cores) - 1) * WIDTH
         memory = np.zeros(size + WIDTH, np.int64)
         first = -memory.ctypes.data // 8 % WIDTH
@@ -244,6 +250,13 @@ def follow(board, i, core):
 def granted() -> list[int]:
     """The cores that this thread may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def most() -> int:
+    """Threads that the control group lets run at once."""
+    from common.machine import cgroup_quota
+
+    return int(cgroup_quota() or 1 << 30)
 
 
 def confine(cores) -> None:

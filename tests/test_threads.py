@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -98,32 +97,26 @@ def test_threads_end_with_their_team():
     assert not any(thread.is_alive() for thread in ended)
 
 
-def test_a_late_thread_sends_the_first_one_alone_for_longer_and_longer():
-    board, found = Team(1).board, []
+def test_delays_send_the_first_thread_alone_for_longer_and_longer():
+    board, found, at = Team(1).board, [], 10 * OFTEN_NS
     for _ in range(12):
-        board[STATE, ALONE_UNTIL] = time.perf_counter_ns()  # and together again
-        late(board)
+        team.go_alone(board, at, at + 3)
         found.append(int(board[STATE, BACK_OFF]))
-        assert board[STATE, ALONE_UNTIL] > time.perf_counter_ns()
+        assert board[STATE, ALONE_UNTIL] == at + 3 + found[-1]
+        at = int(board[STATE, ALONE_UNTIL]) + OFTEN_NS // 2
     assert found[:4] == [LEAST_NS, 2 * LEAST_NS, 4 * LEAST_NS, 8 * LEAST_NS]
     assert found[-1] == MOST_NS
-    board[STATE, ALONE_UNTIL] = time.perf_counter_ns() - 2 * OFTEN_NS  # together for long: the next is a first again
-    late(board)
+    team.go_alone(board, at + OFTEN_NS, at + OFTEN_NS)  # together for long: the next is a first again
     assert board[STATE, BACK_OFF] == LEAST_NS
 
 
-def late(board):
-    """Wait for one chunk that arrives far too late."""
-    board[team.DONE, 0] = 0
-    timer = threading.Timer(0.003, lambda: board.__setitem__((team.DONE, 0), 1))
-    timer.start()
-    waiting(board, 1, time.perf_counter_ns(), 1)
-    timer.join()
-
-
-@njit(nogil=True)
-def waiting(board, others, began, mine):
-    team.wait(board, others, began, mine)
+def test_alone_nobody_is_asked():
+    work, source, out = body(), np.arange(100), np.zeros(100, np.int64)
+    found = Team(2, cores(2))
+    found.board[STATE, ALONE_UNTIL] = np.iinfo(np.int64).max
+    jobs(found.board, work.address, source, out, 5, 100, 1)
+    assert found.board[team.TICKET, 0] == 0
+    assert out.all()
 
 
 # ---- the stage -----------------------------------------------------------------------------------------------------
