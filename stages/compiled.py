@@ -22,17 +22,16 @@ from common.cpu_ops import add, argmax, mul, rms_norm, scale
 from common.int8 import (
     GROUP,
     INTEGER,
-    QUADS,
     STEP,
-    add_dots,
-    begin,
     float_matmul,
     kernel,
     pack,
     packed_bytes,
+    panel_dots,
     raised,
     span,
     store_rows,
+    strip_dots,
     strip_integers,
     strip_scales,
     to_int8,
@@ -40,8 +39,8 @@ from common.int8 import (
 from common.intrinsics import (
     LANES,
     ROWS,
+    TOKENS,
     load_lanes,
-    load_rows,
     load_tokens,
     multiply_add,
     of_tile,
@@ -89,8 +88,8 @@ PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")
 OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
-PANEL = 256  # weights of sixteen rows at a time: with their scales 6 KB, an eighth of a common L1
-TILE = 8  # tokens: sixteen registers for their sums, of integers and of floats
+PANEL = 1024  # weights of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
+TILE = TOKENS  # their sums of integers fill half the registers
 
 
 class Blocks(NamedTuple):
@@ -222,10 +221,7 @@ def strips_of(kind, x, w, out, first, last):
                 at = (strip * blocks + b) * size
                 for g in range(0, groups, step):
                     here = b * groups + g
-                    dots = begin(kind, lanes, x, t, here)
-                    for i in range(step):
-                        q = strip_integers(kind, raw, at, g + i)
-                        dots = add_dots(kind, dots, q, x.p, (t, (here + i) * QUADS))
+                    dots = strip_dots(kind, raw, at, g, x, t, here, lanes)
                     d, m = strip_scales(kind, raw, at, g)
                     d = d * of_tile(lanes, x.scales, (t, here // 2))
                     lanes = multiply_add(d, sums_as_floats(dots), lanes)
@@ -270,9 +266,7 @@ def add_panel(kind, totals, q, d, m, x, tile, first, groups):
     lanes, step = load_tokens(zero_lanes(TILE), totals, (tile * TILE, 0)), span(kind) // GROUP
     for g in range(0, groups, step):
         here = first + g
-        dots = begin(kind, lanes, x, tile, here)
-        for i in range(step):
-            dots = add_dots(kind, dots, load_rows(q, (g + i) * GROUP), x.p, (tile, (here + i) * QUADS))
+        dots = panel_dots(kind, q, g, x, tile, here, lanes)
         products = of_tile(lanes, x.scales, (tile, here // 2)) * sums_as_floats(dots)
         lanes = multiply_add(load_lanes(d, (g, 0)), products, lanes)
         if raised(kind) == 0:
