@@ -260,41 +260,45 @@ def examine_kernel(stage: str, file: str, shape: list, odd: list, seeds: list[in
     call = kernel_commands.entry(rungs, file)
     faults, times, again = [], [], None
 
-    def checked(out, x, w, sizes) -> None:
-        exact, size = rungs.oracle(x, w)
-        if getattr(out, "shape", None) != exact.shape:
-            faults.append(
-                f"at {sizes}: the output is {getattr(out, 'shape', type(out).__name__)} and not {exact.shape}"
-            )
+    def told(shapes: list) -> str:
+        return " and ".join(map(str, shapes))
+
+    def checked(out, operands, sizes) -> None:
+        exact, size = rungs.oracle(*operands)
+        out, wanted = kernel_ladder.several(out), kernel_ladder.several(exact)
+        shapes = [getattr(a, "shape", type(a).__name__) for a in out]
+        if shapes != [a.shape for a in wanted]:
+            faults.append(f"at {sizes}: the output is {told(shapes)} and not {told([a.shape for a in wanted])}")
             return
-        found = kernel_ladder.verdict(out, exact, size, **rungs.TOLERANCE[dtype])
+        found = kernel_ladder.judge(rungs, out, exact, size, dtype)
         if not found["right"]:
-            error = abs(out.astype("float64") - exact) / (size + 1e-300)
+            error = abs(kernel_ladder.wide(out[0]) - wanted[0]) / (kernel_ladder.several(size)[0] + 1e-300)
             error = np.asarray(error.get() if hasattr(error, "get") else error)
-            row, column = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+            *rows, column = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+            row = ", ".join(map(str, rows))
             faults.append(f"at {sizes} ({dtype}): row {row}, column {column} is off by {found['max_abs']:.1e}, "
                           f"{found['allowance']:.1e} times what rounding explains")  # fmt: skip
 
     with here.alone():
         for seed, sizes in enumerate(odd):
-            x, w = rungs.inputs(tuple(sizes), dtype, seed=seeds[0] + seed)
-            here.poison(sizes)
-            checked(call(x, w), x, w, "x".join(map(str, sizes)))
+            operands = rungs.inputs(tuple(sizes), dtype, seed=seeds[0] + seed)
+            kernel_ladder.poison(rungs, sizes)
+            checked(call(*operands), operands, "x".join(map(str, sizes)))
             if faults:
                 break
         for seed in [] if faults else seeds:
-            x, w = rungs.inputs(tuple(shape), dtype, seed)
+            operands = rungs.inputs(tuple(shape), dtype, seed)
             kept = []
             if seed == seeds[0]:
-                call(x, w)  # warm, on numbers that no timed call gets
+                call(*operands)  # warm, on numbers that no timed call gets
                 continue
-            here.poison(shape)
+            kernel_ladder.poison(rungs, shape)
             tell(None, 0.0)
-            times.append(here.once(lambda x=x, w=w, kept=kept: kept.append(call(x, w))))
+            times.append(here.once(lambda operands=operands, kept=kept: kept.append(call(*operands))))
             tell(seed, times[-1])
-            checked(kept[0], x, w, "x".join(map(str, shape)))
+            checked(kept[0], operands, "x".join(map(str, shape)))
         if times:
-            again = min(times) / max(here.once(lambda: call(x, w)), 1e-6)
+            again = min(times) / max(here.once(lambda: call(*operands)), 1e-6)
     ran = origin(sys.modules[f"reader_{Path(file).stem}"]) if file.endswith(".py") else {}
     return {"times": times, "faults": faults, "disturbed": around.disturbed(), "ran": ran, "again": again}
 

@@ -74,14 +74,27 @@ def checked(names: list[str], shape: str | None, **flags) -> str | None:
         given = next((name for name, value in flags.items() if value is not None), None)
         if given:
             dashes = "-" if len(given) == 1 else "--"
-            raise UsageError(f"{dashes}{given} means nothing to a kernel ladder: --shape M,N,K says what is multiplied")
+            raise UsageError(
+                f"{dashes}{given} means nothing to a kernel ladder: --shape {','.join(axes(kl.ladder(ladder)))} says "
+                "what is computed"
+            )
     return ladder
 
 
-def shape_of(rungs, text: str | None) -> tuple[int, int, int]:
-    """'512' or '64,5632,2048' as (M, N, K); without text the ladder's own. Raises UsageError."""
+def axes(rungs) -> tuple[str, ...]:
+    """What the numbers of a ladder's shape are called."""
+    return getattr(rungs, "AXES", ("M", "N", "K"))
+
+
+def shape_of(rungs, text: str | None) -> tuple[int, ...]:
+    """'512' or '64,5632,2048' as (M, N, K), or by the ladder's own `parse`; without text its own. Raises UsageError."""
     if text is None:
         return getattr(rungs, "SHAPE", rungs.SHAPES[-2])
+    if hasattr(rungs, "parse"):
+        try:
+            return rungs.parse(text)
+        except ValueError as error:
+            raise UsageError(f"--shape {text!r}: {error}") from error
     if not re.fullmatch(r"\d+([,x]\d+[,x]\d+)?", text):
         raise UsageError(f"--shape {text!r}: give M,N,K such as 64,5632,2048, or one number for a square")
     sizes = [int(size) for size in re.split("[,x]", text)]
@@ -177,9 +190,9 @@ def entry(rungs, name: str):
     if not name.endswith(".py"):
         return call
 
-    def guarded(x, w):
+    def guarded(*operands):
         try:
-            return call(x, w)
+            return call(*operands)
         except Exception as error:
             path = code_path(name)
             said = str(error).splitlines()[:1] or [""]
@@ -226,7 +239,8 @@ def recalled(rungs, ladder: str, names: list[str], dtypes: list[str], shape: lis
 def result(document: dict) -> list:
     """The numbers, under the code."""
     unit, shape = document["unit"], " x ".join(map(str, document["shape"]))
-    shown = ["", f"M x N x K = {shape}, random operands, every result checked against float64"]
+    named = " x ".join(axes(kl.ladder(document["ladder"])))
+    shown = ["", f"{named} = {shape}, random operands, every result checked against float64"]
     if document["missing"]:
         shown += ["", measured_table(document["stages"], unit), ""]
         shown.append(f"not measured here: {document['missing']}")

@@ -82,7 +82,7 @@ def poison(shape) -> None:
     import cupy
 
     for dtype in ("float32", "float16"):
-        cupy.full(shape[:2], cupy.nan, dtype)
+        cupy.full(shape, cupy.nan, dtype)
 
 
 @functools.cache
@@ -116,13 +116,14 @@ def fp32_peak() -> float:
     return 2 * 64 * rounds * blocks * threads / statistics.median(times) / 1e9
 
 
-def fp16_peak() -> float | None:
-    """TFLOP/s of wgmma on operands that stay in shared memory; None on a GPU without it."""
+def fp16_peak(kind: str = "f16") -> float | None:
+    """TFLOP/s of wgmma on operands that stay in shared memory; None on a GPU without it. `kind` is PTX's: f16, bf16."""
     import cupy
     import numpy
 
     blocks, rounds = processors(), 4096
-    program, out = Program(TENSOR_PROBE, (), ("sm_90a",)), cupy.empty(blocks * 256, "float32")
+    source = TENSOR_PROBE.replace("f32.f16.f16", f"f32.{kind}.{kind}")
+    program, out = Program(source, (), ("sm_90a",)), cupy.empty(blocks * 256, "float32")
     try:
         program.kernel("fp16", 98304)
     except CUDAError:
@@ -133,7 +134,7 @@ def fp16_peak() -> float | None:
 
 def peaks(dtypes) -> dict[str, float | None]:
     """TFLOP/s of each type that has a roof here, as the GPU runs now."""
-    measured = {"float32": fp32_peak, "float16": fp16_peak}
+    measured = {"float32": fp32_peak, "float16": fp16_peak, "bfloat16": functools.partial(fp16_peak, "bf16")}
     return {dtype: measured[dtype]() for dtype in measured if dtype in dtypes}
 
 

@@ -72,13 +72,42 @@ def variant(rungs, stage: str, **constants):
     return entry(rungs, str(copy))
 
 
+def several(result) -> tuple:
+    """What a rung returned, as a tuple: most return one array."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def wide(a):
+    """An array as float64. uint16 holds the bits of BF16, a type that CuPy lacks: the upper half of an FP32."""
+    return ((a.astype("uint32") << 16).view("float32") if a.dtype == "uint16" else a).astype("float64")
+
+
+def judge(rungs, out, exact, size, dtype: str) -> dict:
+    """The verdict on what a rung returned. Of several outputs each must be right; the errors told are the first's.
+
+    A baseline may return None for an output that it does not give.
+    """
+    every = zip(several(out), several(exact), several(size), several(rungs.TOLERANCE[dtype]), strict=True)
+    found = [verdict(a, b, c, **judged_by) for a, b, c, judged_by in every if a is not None]
+    worst = max((each["allowance"] for each in found), key=lambda share: math.inf if math.isnan(share) else share)
+    return found[0] | {"allowance": worst, "right": all(each["right"] for each in found)}
+
+
+def poison(rungs, shape) -> None:
+    """Leave NaN where a rung's outputs may come to lie."""
+    for size in rungs.outputs(*shape) if hasattr(rungs, "outputs") else [shape[:2]]:
+        device(rungs).poison(size)
+
+
 def verdict(out, exact, size, rounding: float, sums: float, tiny: float, nmse: float) -> dict:
     """Errors of `out` against float64 `exact`: max and mean absolute, NMSE, and the worst share of the allowance.
 
     Each element may be off by two roundings of its own value, by `sums` of `size` (|x| @ |w|), and by `tiny`, the
-    step below which its type has no relative precision: so one wrong element fails.
+    step below which its type has no relative precision: so one wrong element fails. Equal infinities are no error.
     """
-    error = abs(out.astype("float64") - exact)
+    out = wide(out)
+    error = abs(out - exact)
+    error[out == exact] = 0
     share = float((error / (2 * rounding * abs(exact) + sums * size + tiny)).max())
     mean = float((error**2).sum() / ((exact**2).sum() + 1e-300))
     return {
@@ -92,13 +121,13 @@ def verdict(out, exact, size, rounding: float, sums: float, tiny: float, nmse: f
 
 def check(rungs, stage: str, shape, dtype: str, seed: int = 0) -> dict:
     """One rung on random data of one shape, against the ladder's oracle."""
-    x, w = rungs.inputs(shape, dtype, seed)
-    device(rungs).poison(shape)
+    operands = rungs.inputs(shape, dtype, seed)
+    poison(rungs, shape)
     return {
         "stage": stage,
         "dtype": dtype,
         "shape": shape,
-        **verdict(entry(rungs, stage)(x, w), *rungs.oracle(x, w), **rungs.TOLERANCE[dtype]),
+        **judge(rungs, entry(rungs, stage)(*operands), *rungs.oracle(*operands), dtype),
     }
 
 
@@ -132,23 +161,24 @@ def source_digest(rungs, stage: str) -> str:
 def judged(rungs, calls: dict, shape, dtype: str) -> tuple[dict[str, dict], dict]:
     """Rows by name, each with its verdict, and the calls that were right, bound to this shape's operands.
 
-    A call whose library is not installed has `right` None and the reason as `absent`.
+    A call whose library is not installed, that does not take this shape (NotImplementedError) or finds no room has
+    `right` None and the reason as `absent`.
     """
-    x, w = rungs.inputs(shape, dtype, seed=sum(shape))
-    exact, size = rungs.oracle(x, w)
+    operands = rungs.inputs(shape, dtype, seed=sum(shape))
+    exact, size = rungs.oracle(*operands)
     rows, ready = {}, {}
     for name, call in calls.items():
         rows[name] = {"stage": name, "dtype": dtype, "shape": shape}
         try:
-            device(rungs).poison(shape)
-            rows[name] |= verdict(call(x, w), exact, size, **rungs.TOLERANCE[dtype])
+            poison(rungs, shape)
+            rows[name] |= judge(rungs, call(*operands), exact, size, dtype)
             if rows[name]["right"]:
-                ready[name] = functools.partial(call, x, w)
-        except ImportError as error:
+                ready[name] = functools.partial(call, *operands)
+        except (ImportError, NotImplementedError, MemoryError) as error:
             rows[name] |= {"right": None, "absent": str(error)}
     for name, call in rungs.BOUNDS.items():  # no matmul, so nothing to check
         rows[name] = {"stage": name, "dtype": dtype, "shape": shape}
-        ready[name] = functools.partial(call, x, w)
+        ready[name] = functools.partial(call, *operands)
     return rows, ready
 
 
@@ -214,11 +244,11 @@ def table(rows: list[dict], unit: tuple[str, float] = ("TFLOP/s", 1.0)) -> str:
     `unit` is the rate's name and what one of it is in TFLOP/s.
     """
     others = list(dict.fromkeys(other for row in rows for other in row.get("ratio_to_baseline", {})))
-    lines = ["      M       N       K  type     rung                 ms  @   GB/s  peak  ".replace("@", unit[0])]
+    width = max((len(_sizes(row["shape"])) for row in rows), default=0)
+    lines = [f"{'shape':>{width}}  type     rung                 ms  {unit[0]}   GB/s  peak  "]
     lines[0] += " ".join(f"{other:>6}" for other in others) + "  max error"
     for row in rows:
-        m, n, k = row["shape"]
-        line = f"{m:7} {n:7} {k:7}  {row['dtype']:8} {row['stage']:12}"
+        line = f"{_sizes(row['shape']):>{width}}  {row['dtype']:8} {row['stage']:12}"
         if "ms" in row:
             peak = f"{row['percent_peak']:4.0f}%" if row["percent_peak"] else "    -"
             line += f" {row['ms']['median']:10.4f} {row['tflops'] / unit[1]:8.2f} {row['gbps']:6.0f} {peak}  "
@@ -228,6 +258,10 @@ def table(rows: list[dict], unit: tuple[str, float] = ("TFLOP/s", 1.0)) -> str:
             line += f"  {row.get('absent') or 'WRONG, so no time: error ' + format(row['max_abs'], '.2e')}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def _sizes(shape) -> str:
+    return " x ".join(map(str, shape))
 
 
 METRICS = {  # of Nsight Compute's raw page, by the names that a record and a chapter use
@@ -286,12 +320,12 @@ def profile(rungs, shapes, stages) -> None:
 
     for shape in shapes:
         for stage in stages:
-            x, w = rungs.inputs(shape, rungs.STAGES[stage][0], seed=1)
+            operands = rungs.inputs(shape, rungs.STAGES[stage][0], seed=1)
             call = entry(rungs, stage)
-            once(functools.partial(call, x, w))
+            once(functools.partial(call, *operands))
             cupy.cuda.Device().synchronize()
             cupy.cuda.profiler.start()
-            call(x, w)
+            call(*operands)
             cupy.cuda.Device().synchronize()
             cupy.cuda.profiler.stop()
 
@@ -303,7 +337,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--save", type=Path, help="folder for the record")
     parser.add_argument("--budget", type=float, default=200, help="ms of samples for one rung at one shape")
     parser.add_argument("--limit", type=float, default=15000, help="ms a call may take and not be left out")
-    parser.add_argument("--profile", metavar="M,N,K", action="append", help="launch each rung once, for ncu to see")
+    parser.add_argument("--profile", metavar="SHAPE", action="append", help="launch each rung once, for ncu to see")
     parser.add_argument("--chapters", type=Path, metavar="REPORTS", help="renew the chapters' figures")
     options = parser.parse_args(arguments)
     rungs = ladder(options.ladder)
