@@ -7,6 +7,7 @@ them lazily, so that importing a stage needs neither CuPy nor a GPU; `compile` i
 import ctypes
 import functools
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -241,7 +242,8 @@ def trim(out, n: int):
 
 
 def tensor_map(a, box: tuple[int, int], columns: int):
-    """The 128-byte description of a 2D FP16 array that the copy engine (TMA) wants, as a kernel argument by value.
+    """The 128-byte description of an array of 2 bytes an element that the copy engine (TMA) wants, as a kernel argument
+    by value. More than two axes are matrices one after the other: a copy stays within one.
 
     `box` is (rows, columns) of one copy, stored with the 128-byte swizzle, so box columns are 64; `columns` is how
     many columns of `a` hold data. Elements outside come back as zeros. Source: CUDA driver API,
@@ -258,12 +260,12 @@ def tensor_map(a, box: tuple[int, int], columns: int):
     error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(place.ctypes.data),
         float16,
-        2,
+        a.ndim,
         ctypes.c_void_p(a.data.ptr),
-        (u64 * 2)(columns, a.shape[0]),
-        (u64 * 1)(a.shape[1] * a.itemsize),
-        (u32 * 2)(box[1], box[0]),
-        (u32 * 2)(1, 1),
+        (u64 * a.ndim)(columns, *a.shape[-2::-1]),
+        (u64 * (a.ndim - 1))(*(math.prod(a.shape[axis:]) * a.itemsize for axis in range(a.ndim - 1, 0, -1))),
+        (u32 * a.ndim)(box[1], box[0], *[1] * (a.ndim - 2)),
+        (u32 * a.ndim)(*[1] * a.ndim),
         no_interleave,
         swizzle_128,
         promote_256,

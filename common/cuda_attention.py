@@ -108,10 +108,15 @@ def operands(q, k, v, lengths, causal):
         raise ValueError(f"attention needs heads of {HEADS[0]} or {HEADS[1]}, H a multiple of G, and no size of 0")
     if lengths.shape != (B,):
         raise ValueError(f"attention needs a length for each of {B} batches, and was given {lengths.shape}")
-    q, k, v = map(cupy.ascontiguousarray, (q, k, v))
+    q, k, v = map(aligned, map(cupy.ascontiguousarray, (q, k, v)))
     lengths = cupy.ascontiguousarray(lengths, "int32")
     sizes = map(numpy.int32, (H, G, Q, K, causal))
     return q, k, v, lengths, cupy.empty_like(q), cupy.empty((B, H, Q), "float32"), *sizes
+
+
+def aligned(a):
+    """The array, or a copy of it where it does not start where a copy of 16 bytes may."""
+    return a.copy() if a.data.ptr % 16 else a
 
 
 def blocks(q, tile: int) -> int:

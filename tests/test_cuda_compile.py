@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -33,6 +34,9 @@ MORE = {
 for stage in ("prefill", "graph", "fused"):
     MORE[f"stages.{stage}", "attention_64"] = 168  # four warps a block, whose sums, scores and queries are registers
     MORE[f"stages.{stage}", "attention_128"] = 240
+for stage, size, kind in itertools.product(("flash", "skip"), (64, 128), ("float16", "bfloat16")):
+    MORE[f"stages.attention.{stage}", f"attention_{kind}_{size}"] = 255  # 128 threads, whose sums and scores stay there
+    MORE["stages.attention.hopper", f"attention_{kind}_{size}"] = 168  # as gemm's: the multiplying groups take 232
 SPILLED = {  # bytes of stack, bytes of spills at most
     ("stages.graph", "project_in"): (8, 8),  # its norm's values and weights travel together
     ("stages.graph", "vocabulary"): (8, 24),
@@ -126,7 +130,7 @@ def test_a_gpu_gets_the_target_that_its_source_needs():
         cuda.arch_option(("sm_80", "sm_90a"), 75)
 
 
-LADDERS = {name: importlib.import_module(f"stages.{name}") for name in ("gemm", "gemm_q4k")}
+LADDERS = {name: importlib.import_module(f"stages.{name}") for name in ("gemm", "gemm_q4k", "attention")}
 RUNGS = [(ladder, stage) for ladder, package in LADDERS.items() for stage in package.STAGES]
 
 
@@ -134,7 +138,8 @@ def test_rungs_import_without_a_gpu_library():
     code = (
         "import importlib, sys\n"
         "sys.modules['cupy'] = sys.modules['torch'] = None\n"
-        f"for ladder, stage in {RUNGS}: importlib.import_module(f'stages.{{ladder}}.{{stage}}').matmul\n"
+        f"for ladder, stage, entry in {[(ladder, stage, LADDERS[ladder].ENTRY) for ladder, stage in RUNGS]}:\n"
+        "    getattr(importlib.import_module(f'stages.{ladder}.{stage}'), entry)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

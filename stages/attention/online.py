@@ -20,6 +20,7 @@ CHANGES = (
     "THREADS",
     "TILE_Q",
     "OPTIONS",
+    "SOURCE",
     "SOURCE.attend",
     "SOURCE.attention_float16_64",
     "SOURCE.attention_float16_128",

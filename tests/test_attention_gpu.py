@@ -1,0 +1,92 @@
+"""The attention ladder on a GPU: every rung against float64 on shapes that no tile divides, and planted faults."""
+
+import pytest
+
+from common import kernel_ladder as kl
+from common.cuda import Program
+from stages import attention
+from stages.attention import Shape
+from tests.test_gemm_gpu import gpu  # noqa: F401  the fixture skips where there is no GPU
+
+pytestmark = pytest.mark.gpu
+RUNGS = [(stage, dtype) for stage, dtypes in attention.STAGES.items() for dtype in dtypes]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), RUNGS)
+def test_a_rung_is_right_on_odd_shapes(stage, dtype):
+    for i, shape in enumerate(attention.ODD_SHAPES):
+        found = kl.check(attention, stage, shape, dtype, seed=i)
+        assert found["right"], found
+
+
+@pytest.mark.parametrize("stage", attention.STAGES)
+def test_a_long_sequence(stage):
+    found = kl.check(attention, stage, Shape(1, 2, 1, 5000, 5000, 128), "float16", seed=1)
+    assert found["right"], found
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("i + 1 + K - Q", "i + 2 + K - Q"),  # causal, off by one
+        ("sum[d][2 * h] *= keep, sum[d][2 * h + 1] *= keep", ""),  # no rescale
+        ("higher == -INFINITY ? 0 : higher * scale", "higher * scale"),  # a row that sees no key
+    ],
+)
+@pytest.mark.parametrize("stage", ["flash", "skip"])
+def test_a_planted_fault_is_caught(monkeypatch, stage, old, new):
+    rung = kl.module(attention, stage)
+    assert old in rung.SOURCE
+    monkeypatch.setattr(rung, "PROGRAM", Program(rung.SOURCE.replace(old, new), rung.OPTIONS, rung.ARCHS))
+    found = [kl.check(attention, stage, shape, "float16")["right"] for shape in attention.ODD_SHAPES]
+    assert not all(found)
+
+
+def test_the_baselines_are_right_where_they_take_the_shape():
+    pytest.importorskip("torch")
+    for causal in (0, 1):
+        rows, _ = kl.judged(attention, attention.BASELINES, attention.square(512, 64, causal), "float16")
+        assert all(row["right"] in (True, None) for row in rows.values()), rows
+        assert rows["sdpa"]["right"]
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square(gpu):  # noqa: F811
+    """Beyond inputs and outputs, the log-sum-exp included, at most 1 MB."""
+    from common.kernel_gpu import once
+
+    pool = gpu.get_default_memory_pool()
+    for stage in [stage for stage in attention.STAGES if stage != "naive"]:
+        for n in (1000, 4000):
+            shape = Shape(1, 8, 8, n, n, 64)
+            operands, call = attention.inputs(shape, "float16", 0), kl.entry(attention, stage)
+            once(lambda call=call, operands=operands: call(*operands))  # compiled before
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            kept = call(*operands)
+            assert pool.total_bytes() - before <= sum(a.nbytes for a in kept) + 2**20
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda q, k, v, n: (q[..., :32], k[..., :32], v[..., :32], n), "heads of 64 or 128"),
+        (lambda q, k, v, n: (q, k[:, :1], v, n), r"needs \(B, H, Q, D\)"),
+        (lambda q, k, v, n: (q, k.astype("float32"), v, n), "needs FP16, or BF16"),
+        (lambda q, k, v, n: (q, k, v, n[:1]), "a length for each of 2 batches"),
+        (lambda q, k, v, n: (q[:, :3], k, v, n), "H a multiple of G"),
+    ],
+)
+def test_operands_are_refused_by_name(gpu, edit, message):  # noqa: F811
+    *operands, causal = attention.inputs(Shape(2, 4, 2, 8, 8, 64), "float16", 0)
+    with pytest.raises(ValueError, match=message):
+        kl.entry(attention, "flash")(*edit(*operands), causal)
+
+
+def test_strided_operands(gpu):  # noqa: F811
+    """Views that no kernel could read as they lie: heads and positions swapped, as a projection leaves them."""
+    q, k, v, lengths, causal = attention.inputs(Shape(2, 4, 4, 70, 70, 64), "float16", 0)
+    swapped = [gpu.ascontiguousarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for a in (q, k, v)]
+    for stage in attention.STAGES:
+        out = kl.entry(attention, stage)(*swapped, lengths, causal)
+        oracle = attention.oracle(q, k, v, lengths, causal)
+        assert kl.judge(attention, out, *oracle, "float16")["right"], stage
