@@ -150,7 +150,7 @@ template <> __device__ uint32 pair<bfloat>(float a, float b) {
     return *(const uint32*)&both;
 }
 
-// Scores of 64 queries become weights; `keep` is what the sums so far shrink by. Thread's rows: g = lane / 4, and g + 8.
+// Scores of 64 queries become weights; `keep` is what the sums so far shrink by. Rows: g = lane / 4, and g + 8.
 __device__ void weigh(float* score, float* most, float* total, float* keep, float scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -171,7 +171,7 @@ __device__ void weigh(float* score, float* most, float* total, float* keep, floa
 // What one thread of the copying group does: queries, then keys one tile ahead of values.
 template <int D> __device__ void feed(Tiles<D>& tile, Barriers& at, const TensorMap* q, const TensorMap* k,
                                       const TensorMap* v, int head, int shared_head, int i0, int count) {
-    auto tiles = [&](unsigned short (*to)[D / 64][TILE_K][64], const TensorMap* from, int t, uint64* full, uint64* free) {
+    auto tiles = [&](auto* to, const TensorMap* from, int t, uint64* full, uint64* free) {
         const int slot = t % STAGES;
         wait(&free[slot], t / STAGES % 2 ^ 1);
         expect(&full[slot], sizeof(to[slot]));  // keys outside the matrix arrive as zeros, and count
