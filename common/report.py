@@ -84,33 +84,30 @@ class NeedsPlot(Exception):
 
 
 def write(out: Path, reports: Path = REPORTS) -> list[Path]:
-    """Write report.md and its plots for each machine of reports/ below `out`. -> the files.
+    """Write report.md and plots of each machine of reports/ below `out`, then the page. -> the pages.
 
-    Raises ReportError, RecordError where `out` can't be written, and NeedsPlot after what needs no plot.
+    Raises ReportError, and NeedsPlot once what needs no plot is written.
     """
     from common import plots, webpage
 
-    places, every = gather(reports), {}
-    made, missing = [], False
-    for place in places:
-        folder = records.writable(out / place.slug)
-        drawn = every[place.slug] = plots.plots(place)
-        shown = [plot for plot in drawn if isinstance(plot, plots.Plot)]
-        left_out = [plot.sentence for plot in drawn if isinstance(plot, plots.Absent)]
-        made.append(records.write(markdown(place, shown, left_out), folder / "report.md"))
-        try:
-            for plot in shown:
-                png, svg = plots.pictures(plot)
-                (folder / f"{plot.name}.png").write_bytes(png)
-                made += [folder / f"{plot.name}.png", records.write(svg, folder / f"{plot.name}.svg")]
-        except ImportError:
-            missing = True
-    if not missing:
-        made.append(records.write(webpage.page(places, every), out / "index.html"))
-    else:
-        raise NeedsPlot("report.md is written; plots and page need more: `pip install 'lesson[plot]'` (in a clone "
-                        "`pip install -e '.[plot]'`)")  # fmt: skip
-    return made
+    places, pages = gather(reports), []
+    drawn = {place.slug: plots.plots(place) for place in places}
+    try:
+        for place in places:
+            (out / place.slug).mkdir(parents=True, exist_ok=True)
+            pages.append(records.write(markdown(place, drawn[place.slug]), out / place.slug / "report.md"))
+        for slug, plot in ((slug, p) for slug, found in drawn.items() for p in found if isinstance(p, plots.Plot)):
+            png, svg = plots.pictures(plot)
+            (out / slug / f"{plot.name}.png").write_bytes(png)
+            (out / slug / f"{plot.name}.svg").write_text(svg, "utf-8")
+        return [*pages, records.write(webpage.page(places, drawn), out / "index.html")]
+    except ImportError as error:
+        raise NeedsPlot(
+            "report.md is written; plots and page need more: `pip install 'lesson[plot]'`, in a clone "
+            "`pip install -e '.[plot]'`"
+        ) from error
+    except OSError as error:
+        raise ReportError(f"{out} can't be written ({error.strerror}): choose another folder with --out") from error
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -441,8 +438,10 @@ def step(place: Place, run: Run, metric: str) -> dict | None:
 # ---- report.md -------------------------------------------------------------------------------------------------
 
 
-def markdown(place: Place, plots: list, left_out: list[str]) -> str:
+def markdown(place: Place, drawn: list) -> str:
     """report.md of one machine: its climbs with peers beside them, what lost, the kernel ladders, and the plots."""
+    plots = [plot for plot in drawn if hasattr(plot, "spec")]
+    left_out = [plot.sentence for plot in drawn if not hasattr(plot, "spec")]
     lines = [f"# lesson on {place.name}", "", f"{about(place)}.", ""]
     for model in dict.fromkeys(climb.model for climb in climbs(place)):
         lines += [f"## {model}", "", *climb_table(place, model), ""]

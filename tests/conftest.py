@@ -10,6 +10,9 @@ from playwright.sync_api import sync_playwright
 
 from common import sources, synth
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge",
+            "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")  # fmt: skip
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
@@ -22,12 +25,15 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def browser():
-    """Headless Chromium, as the system has it."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert path, "the page is tested in a real browser: install chromium"
+    """Headless Chromium: the system's, or the one that `playwright install chromium` fetches."""
     options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with sync_playwright() as tool, tool.chromium.launch(executable_path=path, args=options) as browser:
-        yield browser
+    with sync_playwright() as tool:
+        path = next(filter(None, map(shutil.which, BROWSERS)), tool.chromium.executable_path)
+        assert Path(path).exists(), (
+            "the page is tested in a browser: `.venv/bin/playwright install chromium` fetches one"
+        )
+        with tool.chromium.launch(executable_path=path, args=options) as browser:
+            yield browser
 
 
 @pytest.fixture(scope="session")

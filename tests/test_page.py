@@ -45,6 +45,7 @@ def opened(browser, file):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(120_000)  # ms: a machine that does other things too is no failure
         page.said = []
         page.on("console", lambda m: page.said.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: page.said.append(str(error)))
@@ -88,8 +89,7 @@ def test_it_is_one_small_file_that_names_nothing_outside(file):
     assert not re.search(r"@import|url\((?!['\"]?(?:data:|#))", text.partition("</style>")[0])
 
 
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(WIDTHS["desktop"], "light"), (WIDTHS["phone"], "dark")])
 def test_nothing_is_complained_of_and_nothing_sticks_out(opened, places, width, scheme):
     page = opened(width, scheme)
     for place in places:

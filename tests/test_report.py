@@ -31,9 +31,7 @@ def one(tmp_path):
 
 def told(reports):
     place = report.gather(reports)[0]
-    drawn = plots.plots(place)
-    left_out = [p.sentence for p in drawn if isinstance(p, plots.Absent)]
-    return report.markdown(place, [p for p in drawn if isinstance(p, plots.Plot)], left_out)
+    return report.markdown(place, plots.plots(place))
 
 
 def test_every_machine_that_has_records_is_there(places):
@@ -113,11 +111,11 @@ def test_without_the_libraries_report_md_is_written_and_the_command_named(one, t
 
 
 def test_pictures_are_drawn_beside_report_md(one, tmp_path):
-    made = report.write(tmp_path / "out", one[0])
-    text = next(p for p in made if p.name == "report.md").read_text("utf-8")
-    pictures = [p for p in made if p.suffix == ".png"]
+    pages = report.write(tmp_path / "out", one[0])
+    assert [page.name for page in pages] == ["report.md", "index.html"]
+    text, pictures = pages[0].read_text("utf-8"), list(pages[0].parent.glob("*.png"))
     assert pictures and all(p.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and f"({p.name})" in text for p in pictures)
-    climb = next(p for p in made if p.name == "climb-token.svg").read_text("utf-8")
+    climb = (pages[0].parent / "climb-token.svg").read_text("utf-8")
     assert all(f">{run['stage']}<" in climb for run in one[2]["stages"])
     assert "$" not in climb and "var(" not in climb
 
@@ -153,6 +151,12 @@ def test_sweeps_profiles_and_roofs_are_drawn_as_recorded(one):
     assert (stage, "8", "24.0", "8.00") in drawn["tokens"].rows
     assert any(row[0] == stage for row in drawn["roofline"].rows)
     assert all(plots.pictures(plot) for plot in drawn.values())
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(one, tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(report.ReportError, match="can't be written .*--out"):
+        report.write(tmp_path / "out", one[0])
 
 
 def test_every_plot_of_every_machine_has_values_and_a_table(places):
