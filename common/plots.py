@@ -485,7 +485,7 @@ def kernels(place: Place, name: str) -> Plot:
         mark("text", text, align="right", dx=6, dy=-12, color="$ink", where=far),
         mark("text", text, align="left", dx=-4, dy=-12, color="$ink", where=f"!({far})"),
     ]  # fmt: skip
-    shape = " × ".join(map(str, rows[0]["shape"]))
+    shape = report.shape_text(name, rows[0]["shape"])
     caption = (
         f"{shape}. The red lines are the measured peaks; brown dots are other libraries, or what a read alone takes."
     )

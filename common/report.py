@@ -4,6 +4,7 @@ A record that another version wrote differently, or that is no record, ends it w
 here, and nothing extrapolated: what has no record is left out, with the command that would make one.
 """
 
+import importlib
 import json
 import math
 from collections import Counter
@@ -511,10 +512,18 @@ def kernel_rows(place: Place, name: str) -> list[dict]:
     """A kernel ladder's timed rows at the shape that most rungs ran, the largest of those; rungs first, in order."""
     timed = [r for r in place.kernels[name]["rows"] if r.get("ms")]
     shapes = Counter(tuple(r["shape"]) for r in timed)
-    shape = max(shapes, key=lambda s: (shapes[s], math.prod(s)))
+    shape = max(shapes, key=lambda s: (shapes[s], math.prod(filter(None, s))))
     rungs = kernel_rungs(name)
     rows = [r for r in timed if tuple(r["shape"]) == shape]
     return sorted(rows, key=lambda r: rungs.index(r["stage"]) if r["stage"] in rungs else len(rungs))
+
+
+def shape_text(name: str, shape: list[int]) -> str:
+    """'512 × 512 × 512', or with the names that a ladder gives its axes, 'B 4, H 32, …'."""
+    axes = getattr(importlib.import_module(f"stages.{name}"), "AXES", None)
+    if axes is None or len(axes) != len(shape):
+        return " × ".join(map(str, shape))
+    return ", ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
 
 
 def kernel_rungs(name: str) -> list[str]:
@@ -531,7 +540,7 @@ def kernel_table(place: Place, name: str) -> list[str]:
     rows = kernel_rows(place, name)
     unit, factor = kernel_unit(rows)
     baselines = list(dict.fromkeys(b for r in rows for b in r["ratio_to_baseline"]))
-    lines = [f"{' × '.join(map(str, rows[0]['shape']))}.", ""]
+    lines = [f"{shape_text(name, rows[0]['shape'])}.", ""]
     lines.append(f"| | type | ms | {unit} | % of peak | " + " | ".join(f"× {b}" for b in baselines) + " |")
     lines.append("|---|---|---:|---:|---:|" + "---:|" * len(baselines))
     for r in rows:

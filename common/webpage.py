@@ -94,7 +94,7 @@ def pair_row(pair: dict) -> dict:
 
 def kernel_rows(place: Place) -> list[dict]:
     return [
-        {"stage": f"{name}/{r['stage']}", "at": " × ".join(map(str, r["shape"])), "dtype": r["dtype"],
+        {"stage": f"{name}/{r['stage']}", "at": report.shape_text(name, r["shape"]), "dtype": r["dtype"],
          "ms": r["ms"]["median"], "tflops": r["tflops"]}
         for name, record in place.kernels.items()
         for r in record["rows"]
@@ -159,9 +159,10 @@ def groups(places: list[Place]) -> list[dict]:
     found.append({"id": "ladder", "title": "The ladder", "chapters": stages})
     for name in ladders():
         intro = [chapter(FOLDER / name / "README.md")] if (FOLDER / name / "README.md").exists() else []
-        steps = [stage_chapter(rung, places) for rung in catalog.kernels(name)["rungs"]]
+        steps = [rung for rung in catalog.kernels(name)["rungs"] if code_path(rung).with_suffix(".md").exists()]
+        steps = [stage_chapter(rung, places) for rung in steps]
         found.append({"id": f"ladder-{name}", "title": f"Kernels: {name}", "chapters": intro + steps})
-    return found
+    return [group for group in found if group["chapters"]]
 
 
 def stage_chapter(name: str, places: list[Place]) -> dict:
