@@ -131,7 +131,7 @@ def exercise(stage: str) -> str:
             continue
         elif isinstance(node, ast.FunctionDef):
             if name in asked:
-                edits.append((*here, stub(node, lines, old, new, before)))
+                edits.append((*here, stub(node, lines, old, new, before, asked)))
             elif name not in kept:
                 edits.append((*here, []))
         elif not cuda and name in asked and name in old:
@@ -189,7 +189,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
 
 
-def stub(node: ast.FunctionDef, lines: list[str], old: dict, new: dict, before: str) -> list[str]:
+def stub(node: ast.FunctionDef, lines: list[str], old: dict, new: dict, before: str, asked: tuple) -> list[str]:
     """A function's decorators, signature and docstring; where its old version stands, and what is new at hand."""
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     body = node.body
@@ -197,9 +197,16 @@ def stub(node: ast.FunctionDef, lines: list[str], old: dict, new: dict, before: 
     head = lines[first : body[0].end_lineno if documented else body[0].lineno - 1]
     notes = []
     if node.name in old:
-        notes.append(f"{before}'s own is in {shown(code_path(before))}, line {old[node.name].line}.")
-    called = sorted(new[node.name].uses & {name for name, d in new.items() if name not in old and heading(d)})
-    notes += [f"The course calls one more function of its own from here: {heading(new[name])}" for name in called]
+        module = re.match(r"from ([\w.]+) import", old[node.name].text)
+        place = (
+            f"{module[1].replace('.', '/')}.py" if module else f"{shown(code_path(before))}, line {old[node.name].line}"
+        )
+        notes.append(f"{before}'s own is in {place}.")
+    besides = [
+        name for name, d in new.items() if name not in old and name not in asked and heading(d).startswith("def")
+    ]
+    called = [heading(new[name]) for name in besides if re.search(rf"\b{name}\(", new[node.name].text)]
+    notes += [f"The course calls a function of its own besides: {line}" for line in called]
     tools = origins(gained(old, new, (node.name,)), new)
     if node.args.args and node.args.args[0].arg == "gguf":
         notes.append("gguf.weights.map(f) is f of each weight, a Tensor of common/gguf.py: .shape (N, K), .type, .raw. "
@@ -267,7 +274,9 @@ def hints(stage: str) -> list[str]:
     found = re.split(r"(?<=[.;:]) (?=[A-Z])", diff.docstring(path)["Change"])
     found += [f"{module.replace('.', '/')}.py offers:\n" + "\n".join(map(offer(module), names))
               for module, names in origins(gained(old, new, fresh_or(asked, old, new)), new).items()]  # fmt: skip
-    fresh = [new[name] for name in new if (name not in old or name in asked) and is_constant(new[name])]
+    fresh = [
+        d for name, d in new.items() if (name not in old or name in asked) and is_constant(d) and '"""' not in d.text
+    ]
     if fresh:
         found.append("the course's constants:\n" + "\n".join(d.text for d in fresh))
     helpers = [name for name, d in new.items() if name not in old and name not in asked and heading(d)]
@@ -290,10 +299,10 @@ def fresh_or(asked: tuple, old: dict, new: dict) -> list[str]:
 
 
 def gained(old: dict, new: dict, asked: tuple) -> set[str]:
-    """The imported names that these definitions use and their old versions did not."""
-    before = set().union(*(old[name].uses for name in asked if name in old))
-    known = {name for name in before if name in old and re.match("from|import", old[name].text)}
-    return set().union(*(new[name].uses for name in asked if name in new)) - known
+    """The imported names that these definitions use and did not before; one that is new had all of the old file's."""
+    imported = {name for name, d in old.items() if re.match("from |import ", d.text)}
+    had = set().union(*(old[name].uses if name in old else imported for name in asked))
+    return set().union(*(new[name].uses for name in asked if name in new)) - (had & imported)
 
 
 def offer(module: str):
@@ -311,7 +320,7 @@ def offer(module: str):
 
 
 def is_constant(definition) -> bool:
-    return bool(re.match("[A-Z][A-Z0-9_]* = ", definition.text)) and '"""' not in definition.text
+    return bool(re.match(r"[A-Z][A-Z0-9_]* = (?!r?\"\"\")", definition.text)) and "__global__" not in definition.text
 
 
 def heading(definition) -> str:

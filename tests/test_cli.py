@@ -373,6 +373,14 @@ def test_help_imports_none_of_the_course():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_the_list_waits_for_no_compiler():
+    code = "import sys, cli; from typer.testing import CliRunner; r = CliRunner().invoke(cli.app, ['list'])\n"
+    code += "assert r.exit_code == 0, r.output\n"
+    code += "print([m for m in ('numba', 'llvmlite', 'scipy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 # ---- a GPU stage where there is no GPU -------------------------------------------------------------------------
 
 

@@ -112,6 +112,12 @@ def test_without_a_gpu_a_kernel_is_compiled_and_said_not_to_run():
     assert len(done.stderr.decode().splitlines()) == 1
 
 
+def test_an_emptied_function_says_which_others_the_course_has_for_it():
+    told = practice.exercise("quantized")
+    assert "    # The course calls a function of its own besides: def embed(ids, w): # (T,), (V, D) -> (T, D)\n" in told
+    assert "besides" not in practice.exercise("tiling")
+
+
 def test_what_was_written_is_not_overwritten():
     assert lesson("practice", "tiling").returncode == 0
     path = Path("practice/tiling.py")
