@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
-from common import catalog, plots, report, show
+from common import catalog, plots, report, show, trace
 from common.figures import ROOT
 from common.report import METRICS, Place
 from common.stage import FOLDER, GENERAL, LADDER, code_path, rungs
@@ -50,7 +50,7 @@ def page(places: list[Place], drawn: dict[str, list]) -> str:
         css=Markup((PAGE / "page.css").read_text("utf-8") + "\n".join(picture_styles())),
         js=script((PAGE / "page.js").read_text("utf-8")),
         vega=script(bundle()),
-        player=player(),
+        player=Markup(trace.fragment()),
     )
 
 
@@ -71,10 +71,6 @@ def document(data: dict) -> Markup:
 def script(text: str) -> Markup:
     """A program that may stand inside <script>."""
     return Markup(re.sub(r"</(?=script)", r"<\\/", text, flags=re.I))
-
-
-def player() -> Markup:
-    return Markup("")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------

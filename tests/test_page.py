@@ -283,6 +283,15 @@ def test_contents_fold_on_a_phone(opened):
     assert not link.is_visible() and page.evaluate("location.hash") == "#measured"
 
 
+def test_the_player_is_driven(opened):
+    page = opened(WIDTHS["phone"])
+    page.get_by_role("radio", name="gemm/naive", exact=True).check(force=True)
+    assert "32 sectors" in page.locator("#player [role=status]").inner_text()
+    page.get_by_role("button", name="Step").click()
+    assert "read w, 1 sector:" in page.locator("#player [role=status]").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") == WIDTHS["phone"] and page.said == []
+
+
 def test_it_prints_light_and_without_controls(opened):
     page = opened(scheme="dark")
     page.emulate_media(media="print")
