@@ -140,6 +140,17 @@ def threads() -> str:
     return drawing(shapes, "a layer of one token on two cores", "dark: pieces of a job · light: what one does alone")
 
 
+def half_cache() -> str:
+    """Keys with sixteen positions side by side, and the queries of a group's heads that meet them."""
+    shapes = [rect(x, i, 1, 1, "used" if x < 16 else "cell") for i in range(8) for x in range(N)]
+    shapes += [rect(0, i, 16, 1, "tile") for i in (3,)]
+    shapes += [rect(3 * h, 11, 2, 4, "line") for h in range(3)]
+    shapes.append(f'<text y="{10 * CELL:g}">above, keys: a row is one number of the head at sixteen positions</text>')
+    shapes.append(f'<text x="{10 * CELL:g}" y="{13 * CELL:g}">queries of three heads</text>')
+    caption = "a register of keys meets the queries of all heads of its group"
+    return drawing(shapes, caption, "dark: sixteen positions in use · outlined: one register · pale: to follow")
+
+
 def kind(x: int, t: int) -> str:
     return "cell" if not 8 <= x < 16 else "used" if t < 4 else "line"
 
@@ -155,6 +166,7 @@ PICTURES = {
     "blocked": blocked,
     "compiled": compiled,
     "threads": threads,
+    "half_cache": half_cache,
 }
 
 

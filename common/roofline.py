@@ -424,6 +424,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "blocked": tile_matmul,
     "compiled": tile_matmul,
     "threads": tile_matmul,
+    "half_cache": tile_matmul,
 }
 
 
@@ -432,9 +433,13 @@ def matmul_ms(stage: str, machine: Machine, T: int, K: int, N: int, kind: str = 
     return sum(COSTS[stage](machine, T, K, N, kind, held))
 
 
-WHOLE = {"compiled", "threads"}  # a step is one call, an exponential some EXP instructions on sixteen lanes
-EXP = 20
-SHARED = {"threads"}  # compute on all cores; what their meetings cost is left out
+WHOLE = {
+    "compiled",
+    "threads",
+    "half_cache",
+}  # a step is one call
+EXP = 20  # instructions of an exponential there, for sixteen lanes
+SHARED = {"threads", "half_cache"}  # compute on all cores; what their meetings cost is left out
 FLOAT = {"naive", "tiling", "simd", "kv_cache"}  # unpack every weight to float32 at load
 CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each new token
 

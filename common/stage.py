@@ -17,7 +17,19 @@ GENERAL = FOLDER.parent / "chapters"  # what belongs to no stage
 OPS = ("matmul", "add", "mul", "rms_norm", "silu", "rope", "scale", "dot", "softmax", "argmax")
 
 # The ladder in order. Each entry is also a module of stages/ with its chapter beside it.
-CPU = ("naive", "tiling", "simd", "kv_cache", "quantized", "integer", "packed", "blocked", "compiled", "threads")
+CPU = (
+    "naive",
+    "tiling",
+    "simd",
+    "kv_cache",
+    "quantized",
+    "integer",
+    "packed",
+    "blocked",
+    "compiled",
+    "threads",
+    "half_cache",
+)
 GPU = ("offload", "cuda", "resident", "prefill", "graph", "fused")
 LADDER = CPU + GPU
 

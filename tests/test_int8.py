@@ -23,7 +23,7 @@ from stages import quantized
 from stages.quantized import Blocks
 from tests.helpers import copy_of
 
-STAGES = ("integer", "packed", "blocked", "compiled", "threads")
+STAGES = ("integer", "packed", "blocked", "compiled", "threads", "half_cache")
 NAMES = [name for name, kind in TYPES.items() if kind.id in INTEGER]
 SHAPES = [(1, 3, 512), (3, 17, 256), (9, 33, 768)]  # T, N, K
 SHORT = [(1, 5, 32), (7, 2, 96)]  # for blocks of 32

@@ -37,6 +37,7 @@ BUDGETS = {
     "blocked": (350, 125),  # a lone token's attention has a loop of its own, since tiles lose there
     "compiled": (460, 140),  # the step, and what it is given, beside the ops that it calls
     "threads": (600, 190),  # ops become parts of a range, and what they write has its place before they start
+    "half_cache": (660, 150),  # a token and a prompt look back in two ways
     "offload": (600, None),
     "cuda": (600, 250),
     "resident": (600, 250),

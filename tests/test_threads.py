@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import team
+from common import gate, team
 from common.jit import njit
 from common.job import random_ids
 from common.model import open_model
+from common.reference import nmse
 from common.step import entry, kept
 from common.team import ALONE_UNTIL, BACK_OFF, LEAST_NS, MOST_NS, OFTEN_NS, STATE, STOP, WORKERS, Team, share
-from stages import compiled, threads
+from stages import compiled, half_cache, threads
 
 ROOT = Path(__file__).parent.parent
 CORES = team.granted()
@@ -138,6 +139,22 @@ def test_the_same_bits_as_compiled_whatever_the_number_of_threads(tiny_of, quant
     want = told(compiled, gguf, ids, 1, monkeypatch)
     for count in (1, 2, 3):
         assert np.array_equal(told(threads, gguf, ids, count, monkeypatch), want), count
+
+
+@pytest.mark.parametrize("length", [1, 13, 70])
+def test_half_cache_gives_the_same_bits_whatever_the_number_of_threads(tiny, length, monkeypatch):
+    gguf = open_model(tiny)
+    ids = random_ids(length, gguf.config.V)
+    want = told(half_cache, gguf, ids, 1, monkeypatch)
+    for count in (2, 3):
+        assert np.array_equal(told(half_cache, gguf, ids, count, monkeypatch), want), count
+
+
+def test_pieces_of_a_long_text_are_joined_to_what_it_is_in_one_piece(monkeypatch):
+    draw = np.random.default_rng(5)
+    q = draw.standard_normal((1, 6, 64)).astype(np.float32)
+    k, v = (draw.standard_normal((600, 2, 64)).astype(np.float16).astype(np.float32) for _ in range(2))
+    assert nmse(half_cache.attention(q, k, v, 599), gate.attention(q, k, v, 599)) <= 1e-12
 
 
 def test_a_generator_dropped_half_way_leaves_nothing_running(tiny, monkeypatch):

@@ -1,0 +1,644 @@
+"""Half cache: keys and values in half the bytes, laid out as attention reads them, and read once for a group of heads.
+
+Idea    After a long text a token reads as many bytes of keys and values as of weights: they deserve the same care.
+Was     threads keeps them as float32, and each head walks its group's keys alone, along the head: sums across lanes, an
+        addition waiting for the one before, and every key read as often as heads share it.
+Change  They are kept as float16, keys with sixteen positions side by side, so that lanes are positions. All heads of a
+        group meet a key while it is in registers. A lone token's positions are shared out in pieces of a fixed length,
+        each with a softmax of its own, and joined in their order: so the result does not depend on who did what.
+Expect  Nothing for a short text. After a long one a token loses what attention took, down to half the bytes read once.
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.cpu_ops import add, argmax, rms_norm
+from common.int8 import (
+    GROUP,
+    INTEGER,
+    STEP,
+    float_matmul,
+    kernel,
+    pack,
+    packed_bytes,
+    panel_dots,
+    raised,
+    round_token,
+    span,
+    store_rows,
+    strip_dots,
+    strip_integers,
+    strip_scales,
+    to_int8,
+    unrounded,
+    whole,
+)
+from common.intrinsics import (
+    LANES,
+    ROWS,
+    TOKENS,
+    highest,
+    larger,
+    load_halves,
+    load_lanes,
+    load_tokens,
+    multiply_add,
+    of_tile,
+    of_tokens,
+    row_store,
+    store_halves,
+    store_lanes,
+    store_tokens,
+    sums_as_floats,
+    total,
+    zero_lanes,
+)
+from common.jit import njit
+from common.lane_ops import exp, silu_lanes
+from common.quants import dequantize, unpack
+from common.stage import arena, pieces, room
+from common.step import (
+    ATTENTION,
+    EMBED,
+    GATE,
+    HALVES,
+    HEADS,
+    JOINED,
+    LOOK,
+    MATMUL,
+    NORM,
+    NORMED,
+    PROJECT,
+    ROPE,
+    ROUNDED,
+    ROW,
+    SILU,
+    TIMES,
+    TURNED,
+    Input,
+    Matrix,
+    Model,
+    begin_laps,
+    blocks_of,
+    call,
+    entry,
+    given,
+    kept,
+    lap,
+    layer_of,
+    strips_in,
+)
+from common.team import Team, share
+
+PREVIOUS = "threads"
+CHANGES = ("load", "parts", "larger", "scale", "heads", "attention", "step")
+FUSED = {"dot": "attention", "scale": "attention", "softmax": "attention", "silu": "gated", "mul": "gated"}
+PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")
+OPERANDS = "int8"
+
+PAGE = 4096  # bytes; where pages are larger, some are touched more than once
+PANEL = 1024  # weights of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
+QUERIES = 4  # eight registers of 256 bits for what they sum up, which leaves as many for keys or values
+POSITIONS = 256  # of a lone token's text: a piece that is shared out
+AT_ONCE = 64  # tokens of many: the same
+TILE = TOKENS  # their sums of integers fill half the registers
+
+
+class Blocks(NamedTuple):
+    """A matrix as the file holds it: N rows, each of K / length blocks."""
+
+    N: int
+    K: int
+    kind: int  # ggml's type id
+    length: int  # weights a block; a row of a float type is one block
+    size: int  # bytes a block
+    raw: Any  # (bytes,) uint8, in the map
+
+
+class Packed(NamedTuple):
+    """A matrix in strips of sixteen rows, word by word side by side (common/int8.py). Fields as in Blocks."""
+
+    N: int
+    K: int
+    kind: int
+    length: int
+    size: int
+    raw: Any  # (bytes / 16, 16) uint8
+
+
+def load(gguf, context, threads):
+    """Touch every page of the map, pack, make room for context tokens, and find a team of as many cores as granted."""
+
+    def blocks(tensor):
+        if len(tensor.shape) == 1:
+            return dequantize(tensor)
+        kind = tensor.type
+        length = kind.block if kind.block > 1 else tensor.shape[1]
+        tensor.raw[::PAGE].max()  # reads a byte of each page, so that the clock sees no page fault
+        return Blocks(*tensor.shape, kind.id, length, length // kind.block * kind.bytes, tensor.raw)
+
+    config = gguf.config
+    wide = whole(config.hd, LANES)
+    cache = arena(config.L, 2, whole(context, LANES), config.G, wide // 2).view(np.uint16)  # of float16
+    weights = gguf.weights.map(blocks)
+    take = pieces(gguf)
+    packed = weights.map(lambda w: pack_rows(w, take) if isinstance(w, Blocks) else w)
+    packed = packed._replace(token_embd=weights.token_embd)  # rows of which are read one by one
+    team, found = Team(threads), given(config, packed, cache, described, PHASES)
+    found = found._replace(board=team.board, parts=np.array([part.address for part in parts()]))
+    return Model(config, packed, cache[:, :, :context], found, team)
+
+
+def described(w):
+    """A matrix by the addresses of its bytes, which must be kept, and of the code for its type."""
+    return Matrix(*w[:-1], w.raw.ctypes.data, *(code.address for code in kernels(w.kind)))
+
+
+@cache
+def kernels(kind):
+    """The code for one token and for several, compiled for this type alone."""
+
+    if kind not in INTEGER:
+
+        @entry(TIMES)
+        def floats(given, first, last):
+            x, w, out = given[0]
+            float_rows(x.floats[: len(out)], blocks_of(w), out, first * ROWS, min(last * ROWS, w.N))
+
+        return floats, floats
+
+    @entry(TIMES)
+    def alone(given, first, last):
+        x, w, out = given[0]
+        strips_of(kind, x.integers, strips_in(w), out, first, last)
+
+    @entry(TIMES)
+    def together(given, first, last):
+        x, w, out = given[0]
+        tiles(kind, x.integers, strips_in(w), out, first, last)
+
+    return alone, together
+
+
+@cache
+def parts():
+    """The code of what is shared out beside single matrices, in the order of the constants above."""
+    x, w, out = TIMES
+
+    @entry((x, ((w, out), (w, out), (w, out))))
+    def project(given, first, last):  # strips
+        x, pairs = given[0]
+        in_turn(x, pairs, first, last)
+
+    @entry((x, w, w, out, out))
+    def gate(given, first, last):  # strips of both
+        x, w_gate, w_up, gate, up = given[0]
+        in_turn(x, ((w_gate, gate),), first, last)
+        in_turn(x, ((w_up, up),), first, last)
+        gated(gate, up, first * ROWS, last * ROWS)
+
+    @entry((HEADS, *HALVES, 0, out, *JOINED))
+    def look(given, first, last):  # heads of some tokens, or groups of some positions
+        q, keys, values, start, out, sums, found = given[0]
+        if len(q) == 1:
+            look_alone(q, keys, values, start, sums, found, first, last)
+        else:
+            look_together(q, keys, values, start, out, first, last)
+
+    @entry((out, out, ROW, 0.0, x))
+    def norm_rows(given, first, last):  # tokens, as the rest
+        x, y, weight, eps, h = given[0]
+        normed(x, y, weight, eps, h, first, last)
+
+    @entry((x,))
+    def rounded_rows(given, first, last):
+        round_rows(given[0][0], first, last)
+
+    @entry((HEADS, HEADS, HEADS, *HALVES, 0, HEADS))
+    def turned(given, first, last):
+        q, k, v, keys, values, start, turns = given[0]
+        for t in range(first, last):
+            turn(q[t], q[t], turns[t])
+            turn(k[t], k[t], turns[t])
+            keep(k[t], v[t], keys, values, start + t)
+
+    return project, gate, look, norm_rows, rounded_rows, turned
+
+
+def pack_rows(w, take=room):
+    """A matrix of a type with integers, packed into memory from `take`; any other as it is."""
+    if w.kind not in INTEGER:
+        return w
+    packed = take(packed_bytes(w.N, w.K, w.length, w.size)).reshape(-1, ROWS)
+    pack(w.kind, w.raw, w.N, w.K // w.length, w.size, packed)
+    return Packed(*w[:-1], packed)
+
+
+@njit
+def embed(ids, w):  # (T,), (V, D) -> (T, D)
+    V, D, kind, length, size, raw = w
+    T, blocks = len(ids), D // length
+    out = np.empty((T, D), np.float32)
+    for t in range(T):
+        for b in range(blocks):
+            unpack(kind, raw, (ids[t] * blocks + b) * size, out[t, b * length : (b + 1) * length])
+    return out
+
+
+def matmul(x, w):  # (T, K), (N, K) -> (T, N)
+    return product(Team(1).board, rounded(x), described(w))
+
+
+@njit
+def product(board, x, w):  # Input (T, K), (N, K) -> (T, N)
+    out = np.empty((len(x.floats), w.N), np.float32)
+    times(board, x, w, out)
+    return out
+
+
+@njit
+def rounded(x):  # (T, K) -> Input
+    fits = x.shape[1] % STEP == 0  # else no matrix that it meets has integers
+    return Input(x, to_int8(x if fits else np.zeros((len(x), STEP), np.float32), TILE if len(x) > 1 else 1))
+
+
+@njit
+def times(board, x, w, out):  # Input (T, K), (N, K) -> out (T, N)
+    share(board, code(w, out), kept((x, w, out)), strips(w), 1)
+
+
+@njit
+def code(w, out):
+    return w.together if len(out) > 1 else w.alone
+
+
+@njit
+def strips(w):
+    return (w.N + ROWS - 1) // ROWS
+
+
+@njit
+def in_turn(x, pairs, first, last):
+    """Strips `first` to `last` of matrices one after the other: pairs of a matrix and its out."""
+    for w, out in pairs:
+        a, b = max(first, 0), min(last, strips(w))
+        if a < b:
+            call(code(w, out), kept((x, w, out)), a, b)
+        first, last = first - strips(w), last - strips(w)
+
+
+@njit
+def gated(gate, up, first, last):
+    """silu(gate) * up in columns `first` to `last`."""
+    for t in range(len(gate)):
+        for i in range(first, last, LANES):
+            store_lanes(gate, (t, i), silu_lanes(load_lanes(gate, (t, i))) * load_lanes(up, (t, i)))
+
+
+@njit
+def normed(x, y, weight, eps, h, first, last):
+    """x + y to x, and its norm to h, of tokens `first` to `last`."""
+    x[first:last] = add(x[first:last], y[first:last])
+    h.floats[first:last, : x.shape[1]] = rms_norm(x[first:last], weight, eps)
+    round_rows(h, first, last)
+
+
+@njit
+def round_rows(h, first, last):
+    if h.floats.shape[1] % STEP == 0:  # else no matrix that it meets has integers
+        for t in range(first, last):
+            round_token(h.floats, t, h.integers)
+
+
+@njit
+def room_for(T, K):
+    """An Input to be filled; floats in whole tiles of tokens and whole lanes."""
+    floats = np.zeros((T if T == 1 else whole(T, TILE), whole(K, LANES)), np.float32)
+    return Input(floats, unrounded(T, K, TILE if T > 1 else 1))
+
+
+@njit
+def float_rows(x, w, out, first, last):
+    """Rows `first` to `last` of a matrix of a type without integers."""
+    row = w.K // w.length * w.size
+    some = Blocks(last - first, w.K, w.kind, w.length, w.size, w.raw[first * row : last * row])
+    out[:, first:last] = float_matmul(x, some)
+
+
+@kernel
+def strips_of(kind, x, w, out, first, last):
+    N, K, _, length, size, raw = w
+    blocks, groups, step = K // length, length // GROUP, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(out)):
+            lanes = zero_lanes(1)
+            for b in range(blocks):
+                at = (strip * blocks + b) * size
+                for g in range(0, groups, step):
+                    here = b * groups + g
+                    dots = strip_dots(kind, raw, at, g, x, t, here, lanes)
+                    d, m = strip_scales(kind, raw, at, g)
+                    d = d * of_tile(lanes, x.scales, (t, here // 2))
+                    lanes = multiply_add(d, sums_as_floats(dots), lanes)
+                    if raised(kind) == 0:
+                        lanes = multiply_add(m, of_tile(lanes, x.offsets, (t, here // 2)), lanes)
+            store_rows(out, t, strip * ROWS, lanes)
+
+
+@njit
+def tiles(kind, x, w, out, first, last):  # Rounded (T, K) in tiles of TILE, (N, K) -> out (T, N)
+    q = np.empty((PANEL, ROWS), np.uint8)
+    d, m = np.empty((PANEL // GROUP, ROWS), np.float32), np.empty((PANEL // GROUP, ROWS), np.float32)
+    totals = np.empty((len(x.p) * TILE, ROWS), np.float32)
+    tiles_of(kind, x, w, out, first, last, q, d, m, totals)
+
+
+@kernel
+def tiles_of(kind, x, w, out, first, last, q, d, m, totals):
+    K, step = w.K, span(kind) // GROUP
+    for strip in range(first, last):
+        for t in range(len(totals)):
+            store_lanes(totals, (t, 0), zero_lanes(1))
+        for k in range(0, K, PANEL):
+            groups = min(PANEL, K - k) // GROUP
+            for g in range(0, groups, step):
+                block = strip * (K // w.length) + (k + g * GROUP) // w.length
+                at, first_of = block * w.size, (k + g * GROUP) % w.length // GROUP
+                for i in range(step):
+                    row_store(q, (g + i) * GROUP, strip_integers(kind, w.raw, at, first_of + i))
+                scale, least = strip_scales(kind, w.raw, at, first_of)
+                row_store(d, g, scale)
+                row_store(m, g, least)
+            for tile in range(len(x.p)):
+                add_panel(kind, totals, q, d, m, x, tile, k // GROUP, groups)
+        for t in range(len(out)):
+            store_rows(out, t, strip * ROWS, load_lanes(totals, (t, 0)))
+
+
+@kernel
+def add_panel(kind, totals, q, d, m, x, tile, first, groups):
+    """Products of `groups` times sixteen weights from group `first` on to the totals of a tile of tokens."""
+    lanes, step = load_tokens(zero_lanes(TILE), totals, (tile * TILE, 0)), span(kind) // GROUP
+    for g in range(0, groups, step):
+        here = first + g
+        dots = panel_dots(kind, q, g, x, tile, here, lanes)
+        products = of_tile(lanes, x.scales, (tile, here // 2)) * sums_as_floats(dots)
+        lanes = multiply_add(load_lanes(d, (g, 0)), products, lanes)
+        if raised(kind) == 0:
+            lanes = multiply_add(load_lanes(m, (g, 0)), of_tile(lanes, x.offsets, (tile, here // 2)), lanes)
+    store_tokens(totals, (tile * TILE, 0), lanes)
+
+
+@njit
+def angles(start, T, freqs):  # -> (T, hd / 2, 2)
+    """The cosine and sine of each position and pair: the same in every layer and head."""
+    turns = np.empty((T, len(freqs), 2), np.float32)
+    for t in range(T):
+        for i in range(len(freqs)):
+            angle = (start + t) * freqs[i]
+            turns[t, i, 0], turns[t, i, 1] = math.cos(angle), math.sin(angle)
+    return turns
+
+
+@njit
+def turn(x, out, turns):  # (heads, hd), (heads, hd), (hd / 2, 2)
+    for h in range(len(x)):
+        for i in range(len(turns)):
+            a, b, cos, sin = x[h, 2 * i], x[h, 2 * i + 1], turns[i, 0], turns[i, 1]
+            out[h, 2 * i] = a * cos - b * sin
+            out[h, 2 * i + 1] = a * sin + b * cos
+
+
+@njit
+def rope(x, freqs, start):  # (T, heads, hd), (hd/2,), () -> (T, heads, hd)
+    out, turns = x.copy(), angles(start, len(x), freqs)
+    for t in range(len(x)):
+        turn(x[t], out[t], turns[t])
+    return out
+
+
+@njit
+def rows(T, N):
+    return np.empty((T, N), np.float32)
+
+
+@njit
+def by_tokens(m, part, arguments, T):
+    share(m.board, m.parts[part], arguments, T, 4)
+
+
+@njit(nogil=True)
+def vocabulary(m, hidden):  # (T, D) -> (T, V)
+    begin_laps(m.clock)
+    out = product(m.board, rounded(hidden), m.output)
+    lap(m.clock, MATMUL)
+    return out
+
+
+def stamps(model):
+    """(len(PHASES), 2) int64: nanoseconds that each phase took so far, and how often it ran."""
+    return model.given.clock[:-1]
+
+
+@njit
+def keep(k, v, keys, values, s):  # (G, hd), (G, hd)
+    """A token's keys and values to position s."""
+    row, halves = np.zeros(values.shape[2], np.float32), np.empty(values.shape[2], np.uint16)
+    for g in range(len(k)):
+        row[: k.shape[1]] = k[g]
+        for i in range(0, len(row), LANES):
+            store_halves(halves, i, load_lanes(row, i))
+        for i in range(k.shape[1]):
+            keys[g, s // LANES, i, s % LANES] = halves[i]
+        row[: k.shape[1]] = v[g]
+        for i in range(0, len(row), LANES):
+            store_halves(values, (g, s, i), load_lanes(row, i))
+
+
+@njit
+def score(none, queries, t, keys, first, last, weights):
+    """As many queries from t on as `none`, zeros, has room for, times the keys of positions `first` to `last`."""
+    for s in range(first, last, LANES):
+        lanes = none
+        for i in range(queries.shape[1]):
+            lanes = multiply_add(of_tokens(lanes, queries, (t, i)), load_halves(keys, (s // LANES, i, 0)), lanes)
+        store_tokens(weights, (0, s - first), lanes)
+
+
+@njit
+def soften(weights, row, count, last, factor):
+    """exp of the first `count` of a row times factor, less their largest, which is returned with their sum; then 0."""
+    weights[row, count : whole(count, LANES)] = -np.inf
+    weights[row, whole(count, LANES) : last] = 0
+    most, sums = load_lanes(weights, (row, 0)), zero_lanes(1)
+    for s in range(LANES, count, LANES):
+        most = larger(most, load_lanes(weights, (row, s)))
+    top = highest(most)
+    for s in range(0, count, LANES):
+        lanes = exp((load_lanes(weights, (row, s)) - top) * factor)
+        sums = sums + lanes
+        store_lanes(weights, (row, s), lanes)
+    return top * factor, total(sums)
+
+
+@njit
+def weigh(none, weights, values, first, last, out, t):
+    """The values of positions `first` to `last`, summed up by their weights, to out from row t on."""
+    for i in range(0, values.shape[1], LANES):
+        lanes = none
+        for s in range(first, last):
+            lanes = multiply_add(of_tokens(lanes, weights, (0, s - first)), load_halves(values, (s, i)), lanes)
+        store_tokens(out, (t, i), lanes)
+
+
+@njit
+def look_alone(q, keys, values, start, sums, found, first, last):
+    """A lone token's heads by group and piece of text: sums (pieces, G, heads, hd), found: their largest and sum."""
+    H, hd = q.shape[1:]
+    G, S, factor = len(keys), start + 1, np.float32(1 / math.sqrt(hd))
+    R, pieces = H // G, (S + POSITIONS - 1) // POSITIONS
+    queries, weights = np.zeros((sums.shape[2], hd), np.float32), np.empty((QUERIES, POSITIONS), np.float32)
+    for unit in range(first, last):
+        g, piece = unit // pieces, unit % pieces
+        a, b = piece * POSITIONS, min(S, (piece + 1) * POSITIONS)
+        queries[:R] = q[0, g * R : (g + 1) * R]
+        for r in range(0, R, QUERIES):
+            score(zero_lanes(QUERIES), queries, r, keys[g], a, b, weights)
+            for row in range(QUERIES):
+                found[piece, g, r + row] = soften(weights, row, b - a, b - a, factor)
+            weigh(zero_lanes(QUERIES), weights, values[g], a, b, sums[piece, g], r)
+
+
+@njit
+def join(sums, found, out, R, hd):
+    """What look_alone found of a head's pieces, in their order."""
+    pieces, G = sums.shape[:2]
+    for g in range(G):
+        for r in range(R):
+            top, all_of_it, h = found[:, g, r, 0].max(), np.float32(0), (g * R + r) * hd
+            out[0, h : h + hd] = 0
+            for piece in range(pieces):
+                share_of_it = np.float32(math.exp(found[piece, g, r, 0] - top))
+                all_of_it += share_of_it * found[piece, g, r, 1]
+                for i in range(hd):
+                    out[0, h + i] += share_of_it * sums[piece, g, r, i]
+            for i in range(hd):
+                out[0, h + i] /= all_of_it
+
+
+@njit
+def look_together(q, keys, values, start, out, first, last):
+    """Heads of AT_ONCE tokens each."""
+    T, H, hd = q.shape
+    R, shares, factor = H // len(keys), (T + AT_ONCE - 1) // AT_ONCE, np.float32(1 / math.sqrt(hd))
+    queries, sums = np.zeros((AT_ONCE, hd), np.float32), np.empty((QUERIES, values.shape[2]), np.float32)
+    weights, inverse = np.empty((QUERIES, whole(start + T, LANES)), np.float32), np.empty(QUERIES, np.float32)
+    for unit in range(first, last):
+        h, begin_at = unit // shares, unit % shares * AT_ONCE
+        count = min(AT_ONCE, T - begin_at)
+        queries[:count] = q[begin_at : begin_at + count, h]
+        for t in range(0, count, QUERIES):
+            S = start + begin_at + min(t + QUERIES, count)
+            score(zero_lanes(QUERIES), queries, t, keys[h // R], 0, S, weights)
+            for row in range(QUERIES):  # a token sees itself and all before it
+                inverse[row] = 1 / soften(weights, row, min(start + begin_at + t + row + 1, S), S, factor)[1]
+            weigh(zero_lanes(QUERIES), weights, values[h // R], 0, S, sums, 0)
+            for row in range(min(QUERIES, count - t)):
+                for i in range(hd):
+                    out[begin_at + t + row, h * hd + i] = sums[row, i] * inverse[row]
+
+
+@njit
+def units(T, S, H, G):
+    return G * ((S + POSITIONS - 1) // POSITIONS) if T == 1 else H * ((T + AT_ONCE - 1) // AT_ONCE)
+
+
+@njit
+def joined(S, G, R, wide):
+    """Room for what look_alone finds."""
+    pieces, heads = (S + POSITIONS - 1) // POSITIONS, whole(R, QUERIES)
+    return np.empty((pieces, G, heads, wide), np.float32), np.empty((pieces, G, heads, 2), np.float32)
+
+
+@njit
+def attention(q, k, v, start):  # (T, H, hd), (S, G, hd), (S, G, hd) -> (T, H * hd)
+    T, H, hd = q.shape
+    S, G, wide = start + T, k.shape[1], whole(hd, LANES)
+    keys = np.zeros((G, whole(S, LANES) // LANES, hd, LANES), np.uint16)
+    values, out = np.zeros((G, whole(S, LANES), wide), np.uint16), np.empty((T, H * hd), np.float32)
+    for s in range(S):
+        keep(k[s], v[s], keys, values, s)
+    if T == 1:
+        sums, found = joined(S, G, H // G, wide)
+        look_alone(q, keys, values, start, sums, found, 0, units(T, S, H, G))
+        join(sums, found, out, H // G, hd)
+    else:
+        look_together(q, keys, values, start, out, 0, units(T, S, H, G))
+    return out
+
+
+@njit(nogil=True)
+def step(m, ids, start):  # (T,) -> (T, D)
+    begin_laps(m.clock)
+    T, end, hd, (most, G, wide) = len(ids), start + len(ids), 2 * len(m.freqs), m.cache.shape[2:]
+    x, turns = embed(ids, blocks_of(m.embedding)), angles(start, T, m.freqs)
+    H, F = m.matrices[0, 0, 0] // hd, m.matrices[0, 4, 0]
+    y, q, k, v = np.zeros(x.shape, np.float32), rows(T, H * hd), rows(T, G * hd), rows(T, G * hd)
+    h, seen, gate, up = room_for(T, x.shape[1]), room_for(T, H * hd), room_for(T, F), rows(T, whole(F, LANES))
+    sums, found = joined(end if T == 1 else 1, G, H // G, wide)
+    lap(m.clock, EMBED)
+    for l in range(len(m.matrices)):
+        layer, values = layer_of(m, l), m.cache[l, 1].reshape(G, most, wide)
+        keys = m.cache[l, 0].reshape(-1)[: G * most * hd].reshape(G, most // LANES, hd, LANES)
+        by_tokens(m, NORMED, kept((x, y, layer.attn_norm, m.eps, h)), T)
+        lap(m.clock, NORM)
+        pairs = (layer.w_q, q), (layer.w_k, k), (layer.w_v, v)
+        share(m.board, m.parts[PROJECT], kept((h, pairs)), strips(layer.w_q) + 2 * strips(layer.w_k), 1)
+        lap(m.clock, MATMUL)
+        of_heads = q.reshape(T, H, hd), k.reshape(T, G, hd), v.reshape(T, G, hd)
+        by_tokens(m, TURNED, kept((*of_heads, keys, values, start, turns)), T)
+        lap(m.clock, ROPE)
+        looked = kept((of_heads[0], keys, values, start, seen.floats, sums, found))
+        share(m.board, m.parts[LOOK], looked, units(T, end, H, G), 1)
+        if T == 1:
+            join(sums, found, seen.floats, H // G, hd)
+        by_tokens(m, ROUNDED, kept((seen,)), T)
+        lap(m.clock, ATTENTION)
+        times(m.board, seen, layer.w_o, y)
+        lap(m.clock, MATMUL)
+        by_tokens(m, NORMED, kept((x, y, layer.ffn_norm, m.eps, h)), T)
+        lap(m.clock, NORM)
+        share(m.board, m.parts[GATE], kept((h, layer.w_gate, layer.w_up, gate.floats, up)), strips(layer.w_up), 1)
+        lap(m.clock, MATMUL)
+        by_tokens(m, ROUNDED, kept((gate,)), T)
+        lap(m.clock, SILU)
+        times(m.board, gate, layer.w_down, y)
+        lap(m.clock, MATMUL)
+    by_tokens(m, NORMED, kept((x, y, m.output_norm, m.eps, h)), T)
+    return h.floats[:T, : x.shape[1]].copy()
+
+
+def forward(model, ids, start):  # (T,) -> (T, D)
+    end = start + len(ids)
+    if end > model.cache.shape[2]:
+        raise ValueError(f"{end} tokens do not fit a context of {model.cache.shape[2]}")
+    with model.team:
+        return step(model.given, np.array(ids), start)
+
+
+def logits(model, hidden):  # (T, D) -> (T, V)
+    with model.team:
+        return vocabulary(model.given, hidden)
+
+
+def generate(model, ids, n, choose=argmax):
+    """Yield n pairs of a new id and the logits row (V,) that it was chosen from; choose(row) -> id."""
+    start, new = 0, list(ids)
+    for _ in range(n):
+        hidden = forward(model, new, start)
+        row = logits(model, hidden[-1:])[0]
+        start, new = start + len(new), [choose(row)]
+        yield new[0], row
