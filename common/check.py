@@ -517,7 +517,7 @@ def rounds(work: Work, job: Job, which: range, say: Callable) -> Race:
                     taken, (sample.ttft_ms, sample.ms_per_token(), sample.peak_rss_mb), strict=True
                 ):
                     taken[measure][name].append(value)
-            say(f"right on {job.model_name}: {len(ids)} new random ids and {NEW} new tokens, {close}")
+            say(f"round {i + 1} on {job.model_name}: right on {len(ids)} new random ids and {NEW} new tokens, {close}")
     on = f"{job.model_name}, pp{len(job.ids)}+tg{NEW}"
     return Race(taken, on, lambda measure, value: near(work, job, measure, value), watches)
 
@@ -650,7 +650,10 @@ def check(
         if error.exit_code != MissingError.exit_code:
             raise
         raise MissingError(without_device(work, str(error))) from error
-    return document | (judged(work, (timing or takes)(work, flags, say)) if timed else {"took": None})
+    if not timed:
+        return document | {"took": None}
+    say(f"now timed in turns with {work.previous} and {work.stage}: {ROUNDS} rounds, {SURE_ROUNDS} for a small gain")
+    return document | judged(work, (timing or takes)(work, flags, say))
 
 
 def without_device(work: Work, why: str) -> str:
