@@ -19,6 +19,7 @@ import numpy as np
 
 from common import quants
 from common.intrinsics import (
+    AHEAD,
     LANES,
     QUAD,
     ROWS,
@@ -31,6 +32,7 @@ from common.intrinsics import (
     nearest,
     no_sums,
     of_tile,
+    prefetch,
     row_bits,
     row_bytes,
     row_halves,
@@ -324,6 +326,15 @@ def panel_dots(kind, q, g, x, tile, here, lanes):
     if kind in (Q5_0, Q5_1, Q5_K):
         return dots_of_panel(sums, q, k, STEP, x.p, index, 31)
     return dots_of_panel(sums, q, k, STEP, x.p, index, 15)
+
+
+@kernel
+def ask(raw, asked, end):
+    """Ask for the cache lines of raw (bytes, 16) from `asked` to AHEAD after `end`; returns the first not asked for."""
+    while AHEAD > 0 and asked < end + AHEAD // ROWS:
+        prefetch(raw, (asked, 0))
+        asked += 64 // ROWS
+    return asked
 
 
 @kernel

@@ -336,6 +336,9 @@ elif "avx2" in FEATURES:
     DOTS, WIDEST, TOKENS = dots_in_pairs, 8, 4
 else:
     DOTS, WIDEST, TOKENS = dots_in_turn, 16, 4
+# Bytes to ask for before they are needed: what memory delivers in the time one line takes. Where registers are of 512
+# bits, so few instructions lie between two lines that the CPU's own look ahead is far enough.
+AHEAD = 0 if DOTS is dots_at_once else 3072
 
 
 def bits(builder, values, shift, mask):

@@ -20,6 +20,7 @@ from common.cpu_ops import add, argmax, dot, mul, rms_norm, rope, scale, silu, s
 from common.int8 import (
     GROUP,
     INTEGER,
+    ask,
     by_type,
     float_matmul,
     kernel,
@@ -125,6 +126,7 @@ def strips(x, w, out, first, last):  # Rounded (T, K), (N, K) -> out (T, N), str
 def strips_of(kind, x, w, out, first, last):
     N, K, _, length, size, raw = w
     blocks, groups, step = K // length, length // GROUP, span(kind) // GROUP
+    asked = first * blocks * size
     for strip in range(first, last):
         for t in range(len(out)):
             lanes = zero_lanes(1)
@@ -132,6 +134,7 @@ def strips_of(kind, x, w, out, first, last):
                 at = (strip * blocks + b) * size
                 for g in range(0, groups, step):
                     here = b * groups + g
+                    asked = ask(raw, asked, at + g * (size // groups))
                     dots = strip_dots(kind, raw, at, g, x, t, here, lanes)
                     d, m = strip_scales(kind, raw, at, g)
                     d = d * of_tile(lanes, x.scales, (t, here // 2))

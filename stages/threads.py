@@ -20,6 +20,7 @@ from common.int8 import (
     GROUP,
     INTEGER,
     STEP,
+    ask,
     float_matmul,
     kernel,
     pack,
@@ -322,6 +323,7 @@ def float_rows(x, w, out, first, last):
 def strips_of(kind, x, w, out, first, last):
     N, K, _, length, size, raw = w
     blocks, groups, step = K // length, length // GROUP, span(kind) // GROUP
+    asked = first * blocks * size
     for strip in range(first, last):
         for t in range(len(out)):
             lanes = zero_lanes(1)
@@ -329,6 +331,7 @@ def strips_of(kind, x, w, out, first, last):
                 at = (strip * blocks + b) * size
                 for g in range(0, groups, step):
                     here = b * groups + g
+                    asked = ask(raw, asked, at + g * (size // groups))
                     dots = strip_dots(kind, raw, at, g, x, t, here, lanes)
                     d, m = strip_scales(kind, raw, at, g)
                     d = d * of_tile(lanes, x.scales, (t, here // 2))
@@ -348,21 +351,22 @@ def tiles(kind, x, w, out, first, last):  # Rounded (T, K) in tiles of TILE, (N,
 
 @kernel
 def tiles_of(kind, x, w, out, first, last, q, d, m, totals):
-    K, step = w.K, span(kind) // GROUP
+    K, step, asked = w.K, span(kind) // GROUP, first * (w.K // w.length) * w.size
     for strip in range(first, last):
         for t in range(len(totals)):
             store_lanes(totals, (t, 0), zero_lanes(1))
         for k in range(0, K, PANEL):
             groups = min(PANEL, K - k) // GROUP
             for g in range(0, groups, step):
-                block = strip * (K // w.length) + (k + g * GROUP) // w.length
-                at, first_of = block * w.size, (k + g * GROUP) % w.length // GROUP
+                at, first_of = (strip * K + k + g * GROUP) // w.length * w.size, (k + g * GROUP) % w.length // GROUP
                 for i in range(step):
                     row_store(q, (g + i) * GROUP, strip_integers(kind, w.raw, at, first_of + i))
                 scale, least = strip_scales(kind, w.raw, at, first_of)
                 row_store(d, g, scale)
                 row_store(m, g, least)
+            end, more = (strip * K + k + groups * GROUP) // w.length * w.size, groups * GROUP // w.length * w.size
             for tile in range(len(x.p)):
+                asked = ask(w.raw, asked, end + more * (tile + 1) // len(x.p))  # the next panel, a share at a time
                 add_panel(kind, totals, q, d, m, x, tile, k // GROUP, groups)
         for t in range(len(out)):
             store_rows(out, t, strip * ROWS, load_lanes(totals, (t, 0)))
