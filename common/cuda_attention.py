@@ -32,6 +32,29 @@ __device__ void round_to(half* to, float x) { *to = __float2half(x); }
 __device__ void round_to(bfloat* to, float x) { *to = __float2bfloat16(x); }
 """
 
+# What every kernel of a backward pass is given, and the term that all scores of a row share.
+GIVEN = r"""
+#define GIVEN(T) const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta, \
+    const int* lengths, int H, int G, int Q, int K, int causal
+#define PASSED_ON q, k, v, dout, lse, delta, lengths, H, G, Q, K, causal
+
+template <typename T>  // a warp for each row: (B, H, Q, D) twice -> delta (B, H, Q), the sum of out x dout
+__device__ void row_term(const T* out, const T* dout, float* delta, int D) {
+    const int64 at = (int64)blockIdx.x * D;
+    float sum = 0;
+    for (int d = threadIdx.x; d < D; d += 32) sum += plain(out[at + d]) * plain(dout[at + d]);
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x == 0) delta[blockIdx.x] = sum;
+}
+
+extern "C" __global__ void row_term_float16(const half* out, const half* dout, float* delta, int D) {
+    row_term(out, dout, delta, D);
+}
+extern "C" __global__ void row_term_bfloat16(const bfloat* out, const bfloat* dout, float* delta, int D) {
+    row_term(out, dout, delta, D);
+}
+"""
+
 FRAGMENTS = r"""
 __device__ uint32 address(const void* p) { return (uint32)__cvta_generic_to_shared(p); }
 
@@ -112,6 +135,23 @@ def operands(q, k, v, lengths, causal):
     lengths = cupy.ascontiguousarray(lengths, "int32")
     sizes = map(numpy.int32, (H, G, Q, K, causal))
     return q, k, v, lengths, cupy.empty_like(q), cupy.empty((B, H, Q), "float32"), *sizes
+
+
+def given(program, q, k, v, out, lse, dout, lengths, causal):
+    """q, k, v, dout, lse, delta, lengths, H, G, Q, K, causal as GIVEN has them; delta is computed here.
+
+    Shapes as `operands`; out and dout as q. Raises ValueError where they are not.
+    """
+    import cupy
+    import numpy
+
+    q, k, v, lengths, *_, H, G, Q, K, causal = operands(q, k, v, lengths, causal)
+    if not (out.shape == dout.shape == q.shape and out.dtype == dout.dtype == q.dtype and lse.shape == q.shape[:3]):
+        raise ValueError(f"the backward pass needs out and dout as q, and was given {out.shape} and {dout.shape}")
+    out, dout = map(aligned, map(cupy.ascontiguousarray, (out, dout)))
+    lse, delta = cupy.ascontiguousarray(lse, "float32"), cupy.empty(lse.shape, "float32")
+    program.launch(f"row_term_{NAMES[str(q.dtype)]}", lse.size, 32, (out, dout, delta, numpy.int32(q.shape[3])))
+    return q, k, v, dout, lse, delta, lengths, H, G, Q, K, causal
 
 
 def aligned(a):

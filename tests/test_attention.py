@@ -16,7 +16,7 @@ from common import cuda_attention
 from common import kernel_commands as commands
 from common import kernel_ladder as kl
 from common.cuda_attention import visible
-from stages import attention
+from stages import attention, attention_backward
 from stages.attention import Shape
 from tests.helpers import lesson, one_sentence
 
@@ -217,10 +217,45 @@ def test_one_wrong_element_of_either_output_fails():
         assert not kl.judge(attention, tuple(planted), exact, size, "float16")["right"], (which, wrong)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize("shape", [Shape(1, 2, 1, 5, 7, 64), Shape(2, 2, 2, 6, 4, 64, padded=1)], ids=str)
+def test_the_gradients_are_those_of_small_differences(shape):
+    """The forward oracle, moved a little along a random direction; in the second shape two queries see no key."""
+    *operands, lengths, causal = attention_backward.inputs(shape, "float16", 1, np)
+    q, k, v, out, lse, dout = operands
+    gradients, _ = attention_backward.oracle(*operands, lengths, causal)
+    draw, step = np.random.default_rng(0).standard_normal, 1e-5
+    for which, gradient in enumerate(gradients):
+        direction, ends = draw(gradient.shape), []
+        for sign in (1, -1):
+            moved = [kl.wide(a) for a in (q, k, v)]
+            moved[which] += sign * step * direction
+            ends.append((attention.oracle(*moved, lengths, causal)[0][0] * kl.wide(dout)).sum())
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx((gradient * direction).sum(), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_a_backward_pass_that_forgets_the_row_term_fails():
+    operands = attention_backward.inputs(Shape(1, 2, 1, 40, 30, 64), "float16", 0, np)
+    exact, size = attention_backward.oracle(*operands)
+    judge = (attention_backward, exact, size, "float16")
+    right = tuple(a.astype("float16") for a in exact)
+    assert kl.judge(judge[0], right, *judge[1:])["right"]
+    q, k, v, out, lse, dout = (kl.wide(a) for a in operands[:6])
+    forgotten = [a.copy() for a in exact]
+    for h in range(2):
+        score = q[0, h] @ k[0, 0].T / 8
+        seen = np.array([visible(i, 30, 40, 30, 1) for i in range(40)])
+        weight = np.where(np.arange(30) < seen[:, None], np.exp(score - lse[0, h][:, None]), 0)
+        forgotten[0][0, h] = (weight * (dout[0, h] @ v[0, 0].T)) @ k[0, 0] / 8
+    assert not kl.judge(judge[0], tuple(a.astype("float16") for a in forgotten), *judge[1:])["right"]
+
+
 def test_one_formula_counts_for_every_column():
     shape = attention.square(4096, 128)
     assert attention.flops(*shape) == 2 * 4 * 16 * 4096**2 * 128
     assert attention.flops(*shape._replace(causal=0)) == 2 * attention.flops(*shape)
+    assert attention_backward.flops(*shape) == 2.5 * attention.flops(*shape)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,24 @@
 """The attention ladder on a GPU: every rung against float64 on shapes that no tile divides, and planted faults."""
 
+import itertools
+
 import pytest
 
 from common import kernel_ladder as kl
 from common.cuda import Program
-from stages import attention
+from stages import attention, attention_backward
 from stages.attention import Shape
 from tests.test_gemm_gpu import gpu  # noqa: F401  the fixture skips where there is no GPU
 
 pytestmark = pytest.mark.gpu
-RUNGS = [(stage, dtype) for stage, dtypes in attention.STAGES.items() for dtype in dtypes]
+LADDERS = (attention, attention_backward)
+RUNGS = [(ladder, stage, dtype) for ladder in LADDERS for stage, dtypes in ladder.STAGES.items() for dtype in dtypes]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), RUNGS)
-def test_a_rung_is_right_on_odd_shapes(stage, dtype):
-    for i, shape in enumerate(attention.ODD_SHAPES):
-        found = kl.check(attention, stage, shape, dtype, seed=i)
+@pytest.mark.parametrize(("ladder", "stage", "dtype"), RUNGS)
+def test_a_rung_is_right_on_odd_shapes(ladder, stage, dtype):
+    for i, shape in enumerate(ladder.ODD_SHAPES):
+        found = kl.check(ladder, stage, shape, dtype, seed=i)
         assert found["right"], found
 
 
@@ -42,10 +45,22 @@ def test_a_planted_fault_is_caught(monkeypatch, stage, old, new):
     assert not all(found)
 
 
+@pytest.mark.parametrize("old", ["- tile.delta[i]", "- tile.lse[i]", "< tile.seen[i]"])
+@pytest.mark.parametrize("stage", ["recomputed", "split", "skip"])
+def test_a_fault_planted_in_the_backward_pass_is_caught(monkeypatch, stage, old):
+    """The row term forgotten, the log-sum-exp forgotten, the mask off by one."""
+    rung = kl.module(attention_backward, stage)
+    assert old in rung.SOURCE
+    wrong = rung.SOURCE.replace(old, "<= tile.seen[i]" if "<" in old else "")
+    monkeypatch.setattr(rung, "PROGRAM", Program(wrong, rung.OPTIONS, rung.ARCHS))
+    shapes = attention_backward.ODD_SHAPES
+    assert not all(kl.check(attention_backward, stage, shape, "float16")["right"] for shape in shapes)
+
+
 def test_the_baselines_are_right_where_they_take_the_shape():
     pytest.importorskip("torch")
-    for causal in (0, 1):
-        rows, _ = kl.judged(attention, attention.BASELINES, attention.square(512, 64, causal), "float16")
+    for ladder, causal in itertools.product(LADDERS, (0, 1)):
+        rows, _ = kl.judged(ladder, ladder.BASELINES, attention.square(512, 64, causal), "float16")
         assert all(row["right"] in (True, None) for row in rows.values()), rows
         assert rows["sdpa"]["right"]
 

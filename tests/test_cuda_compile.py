@@ -36,6 +36,9 @@ for stage in ("prefill", "graph", "fused"):
     MORE[f"stages.{stage}", "attention_128"] = 240
 for stage, size, kind in itertools.product(("flash", "skip"), (64, 128), ("float16", "bfloat16")):
     MORE[f"stages.attention.{stage}", f"attention_{kind}_{size}"] = 255  # 128 threads, whose sums and scores stay there
+    for which in ("recomputed", "split", stage):
+        MORE[f"stages.attention_backward.{which}", f"of_keys_{kind}_{size}"] = 255  # dk and dv stay in registers
+        MORE[f"stages.attention_backward.{which}", f"of_queries_{kind}_{size}"] = 255
     MORE["stages.attention.hopper", f"attention_{kind}_{size}"] = 168  # as gemm's: the multiplying groups take 232
 SPILLED = {  # bytes of stack, bytes of spills at most
     ("stages.graph", "project_in"): (8, 8),  # its norm's values and weights travel together
@@ -130,7 +133,9 @@ def test_a_gpu_gets_the_target_that_its_source_needs():
         cuda.arch_option(("sm_80", "sm_90a"), 75)
 
 
-LADDERS = {name: importlib.import_module(f"stages.{name}") for name in ("gemm", "gemm_q4k", "attention")}
+LADDERS = {
+    name: importlib.import_module(f"stages.{name}") for name in ("gemm", "gemm_q4k", "attention", "attention_backward")
+}
 RUNGS = [(ladder, stage) for ladder, package in LADDERS.items() for stage in package.STAGES]
 
 
