@@ -471,11 +471,11 @@ def race(work: Work, flags: dict, say: Callable) -> Race:
 
     Where the first round shows that the step is worth little on the usual model, another takes its place.
     """
-    job = prepare(**flags)
+    job = prepare(**flags, stages=[work.stage])
     found = rounds(work, job, range(1), say)
     gain = found.gain(found.main(work), work)
     if gain < WORTH and work.stage in CPU and all(value is None for value in flags.values()):
-        job = prepare(**ELSEWHERE)
+        job = prepare(**ELSEWHERE, stages=[work.stage])
         say(f"{work.stage} gains {show.times(gain)} at most, too little to judge by, so on to {job.model_name}")
         found = rounds(work, job, range(1), say)
     return until_sure(work, found, lambda which: rounds(work, job, which, say))
