@@ -144,7 +144,10 @@ def entry(arguments):
 
 @intrinsic
 def kept(typing, arguments):
-    """The address of a copy of a tuple, good until the function that asked returns."""
+    """The address of a copy of a tuple, good until the function that asked returns.
+
+    It holds no array: one that is not used later may be gone before its address is.
+    """
 
     def code(context, builder, signature, args):
         slot = cgutils.alloca_once(builder, context.get_data_type(signature.args[0]))

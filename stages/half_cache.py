@@ -294,7 +294,7 @@ def in_turn(x, pairs, first, last):
 @njit
 def gated(gate, up, first, last):
     """silu(gate) * up in columns `first` to `last`."""
-    for t in range(len(gate)):
+    for t in range(len(up)):  # gate has whole tiles of tokens
         for i in range(first, last, LANES):
             store_lanes(gate, (t, i), silu_lanes(load_lanes(gate, (t, i))) * load_lanes(up, (t, i)))
 
@@ -622,7 +622,7 @@ def step(m, ids, start):  # (T,) -> (T, D)
         times(m.board, gate, layer.w_down, y)
         lap(m.clock, MATMUL)
     by_tokens(m, NORMED, kept((x, y, m.output_norm, m.eps, h)), T)
-    return h.floats[:T, : x.shape[1]].copy()
+    return h.floats[: len(x), : y.shape[1]].copy()  # what `kept` points to must be in use later: x and y here
 
 
 def forward(model, ids, start):  # (T,) -> (T, D)

@@ -30,6 +30,15 @@ def cores(count):
     return sorted((CORES * count)[:count])
 
 
+@pytest.mark.parametrize("stage", [threads, half_cache])
+def test_what_lies_after_the_last_token_is_not_read(stage):
+    beyond = np.full((4, 32), np.nan, np.float32)
+    gate, up = np.ones((4, 32), np.float32), beyond[:2]
+    gate[2:], up[:] = 0, 2
+    stage.gated(gate, up, 0, 32)
+    assert np.allclose(gate[:2], 2 / (1 + np.exp(-1))) and not gate[2:].any()
+
+
 def body():
     @entry((NUMBERS, NUMBERS))
     def work(given, first, last):
