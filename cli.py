@@ -510,6 +510,7 @@ def bring_in(
 @app.command()
 def report(
     folder: Annotated[str, typer.Option("--out", metavar="DIR", help="Where page, report.md and plots go.")] = "report",
+    refill: Annotated[bool, typer.Option("--chapters", help="README and chapters only: no page, no plots.")] = False,
 ) -> None:
     """Write what README and chapters show of code and records anew, then a page, and report.md with plots."""
     from pathlib import Path
@@ -519,7 +520,7 @@ def report(
 
     for path in chapters.refresh():
         print(path.relative_to(chapters.ROOT))
-    for path in reporting.write(Path(folder)):
+    for path in [] if refill else reporting.write(Path(folder)):
         print(path)
 
 

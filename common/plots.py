@@ -147,7 +147,8 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
                        "kind": "peer" if run.stage in PEERS else "stage", "shape": run.at})  # fmt: skip
     top = max(v["over"] for v in values)
     y = names([v["stage"] for v in values])
-    across = axis("over", "times the bound", domain=[1, max(12.0, top * 1.15)])
+    low = min(1.0, 0.9 * min(v["over"] for v in values))  # 8-bit arithmetic can pass a bound of float32's
+    across = axis("over", "times the bound", domain=[low, max(12.0, top * 1.15)])
     line = {"y": y, "x": across, "x2": {"datum": 1}}
     text = {"y": y, "x": {"field": "over", "type": "quantitative"}, "text": {"field": "label"}}
     kinds = {"condition": {"test": "datum.kind == 'peer'", "value": "$peer"}, "value": "$stage"}
@@ -173,7 +174,9 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
 
 def roofline(place: Place) -> Plot | Absent:
     """GFLOP/s against FLOPs a byte: the measured roofs, and every stage's prompt and token below them."""
-    runs = [(c.metric, run) for c in report.climbs(place)[:2] for run in c.runs if run.work[c.metric]]
+    climbs = report.climbs(place)
+    alike = [c for c in climbs if c.model == climbs[0].model]
+    runs = [(c.metric, run) for c in alike for run in c.runs if run.work[c.metric]]
     if not (place.roofs and runs):
         return Absent("roofline", "The roofline: `lesson roofline kv_cache --tokens 1..64` measures the roofs, and "
                       "`lesson compare --all` the stages under them.")  # fmt: skip

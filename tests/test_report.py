@@ -11,7 +11,7 @@ import cli
 from common import chapters, plots, report, show
 from common.figures import REPORTS
 
-FOLDERS = [p.name for p in sorted(REPORTS.iterdir()) if p.is_dir() and p.name not in report.NO_MACHINE]
+TIMED = [path for kind in ("compare/*", "llm/*", "*/ladder") for path in REPORTS.glob(f"*/{kind}.json")]
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def told(reports):
 
 
 def test_every_machine_that_has_records_is_there(places):
-    assert sorted(places) == FOLDERS
+    assert set(places) >= {path.relative_to(REPORTS).parts[0] for path in TIMED}
     assert all(place.name and place.about and place.commits for place in places.values())
 
 
@@ -108,6 +108,13 @@ def test_without_the_libraries_report_md_is_written_and_the_command_named(one, t
     found = CliRunner().invoke(cli.app, ["report", "--out", str(tmp_path / "out")])
     assert found.exit_code == 4 and "pip install 'lesson[plot]'" in found.stderr and found.stderr.count("\n") == 1
     assert len(list(tmp_path.glob("out/*/report.md"))) == 1
+
+
+def test_chapters_alone_need_no_library_and_write_no_report(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    monkeypatch.setattr(chapters, "refresh", lambda: [chapters.ROOT / "README.md"])
+    found = CliRunner().invoke(cli.app, ["report", "--chapters", "--out", str(tmp_path / "out")])
+    assert (found.exit_code, found.stdout) == (0, "README.md\n") and not (tmp_path / "out").exists()
 
 
 def test_pictures_are_drawn_beside_report_md(one, tmp_path):
