@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 from common import harness, machine, records, roofline, show
+from common.gate import operands
 from common.gpu import on_gpu
 from common.job import Job, UsageError
 from common.records import heading
@@ -344,31 +345,40 @@ def profile(name: str, job: Job, save: str | None = None, ncu: bool = False) -> 
 def document(name: str, job: Job, found: dict, here: machine.Machine) -> dict:
     """The JSON document: what the worker found, held against the machine. Raises AccountingError."""
     estimate = None if found["counters"] else ipc(name, job, found)
+    kind = operands(name)
     return {
         **heading(name, job, here),
         **found,
-        "prefill": judged(found["prefill"], job, found, here, estimate),
-        "decode": found["decode"] and judged(found["decode"], job, found, here, estimate),
+        "prefill": judged(found["prefill"], job, found, here, estimate, kind),
+        "decode": found["decode"] and judged(found["decode"], job, found, here, estimate, kind),
         "estimate": estimate,
     }
 
 
-def judged(one: dict, job: Job, found: dict, here: machine.Machine, estimate: dict | None) -> dict:
+def judged(
+    one: dict, job: Job, found: dict, here: machine.Machine, estimate: dict | None, kind: str = "float32"
+) -> dict:
     """A pass with rates, shares of the roof, what lies outside ops, and the way down to the bound."""
-    rows = [rated(row, one["ms"], found, here, job.threads, estimate) for row in one["rows"]]
+    rows = [rated(row, one["ms"], found, here, job.threads, estimate, kind) for row in one["rows"]]
     inside = sum(row["ms"] for row in rows)
     made = {**one, "rows": rows, "outside_ms": one["ms"] - inside, "coverage": inside / one["ms"]}
     return {**made, "waterfall": waterfall(made, job, found["weight_bytes"], here)}
 
 
-def rated(row: dict, pass_ms: float, found: dict, here, threads: int, estimate: dict | None) -> dict:
-    """A row with its rates. The working set of a kind of weight is all of it, of any other op what one call touches."""
+def rated(
+    row: dict, pass_ms: float, found: dict, here, threads: int, estimate: dict | None, kind: str = "float32"
+) -> dict:
+    """A row with its rates. The working set of a kind of weight is all of it, of any other op what one call touches.
+
+    kind: what matmul multiplies, which has a peak of its own.
+    """
     made = {**row, "share": row["ms"] / pass_ms, "gbs": None, "gflops": None, "bound_ms": None, "ipc": None}
     if row["flops"] and row["ms"]:
         once = max(1, round(row["calls"])) if row["weight"] is None else 1
         work = Work(row["flops"] / once, row["bytes"] / once)
-        roofline.plausible(work, row["ms"] / once, here, threads)
-        made["bound_ms"] = roofline.bound_ms(work, here, threads) * once
+        peak = kind if row["op"] == "matmul" else "float32"
+        roofline.plausible(work, row["ms"] / once, here, threads, peak)
+        made["bound_ms"] = roofline.bound_ms(work, here, threads, peak) * once
         made["gbs"], made["gflops"] = row["bytes"] / row["ms"] / 1e6, row["flops"] / row["ms"] / 1e6
     counts = dict(zip(found["counters"] or (), row["counts"], strict=False))
     if counts.get("cycles"):

@@ -34,7 +34,7 @@ SHARES = 8  # chunks a thread, so that none waits long for the last
 TICKET, DONE, JOB, STATE, WORKERS = range(5)  # a worker's row is WORKERS + its number
 WIDTH = 16
 FUNCTION, ARGUMENTS, UNITS, CHUNK = range(4)  # of JOB
-STOP, ALONE_UNTIL, BACK_OFF = range(3)  # of STATE
+STOP, ALONE_UNTIL, BACK_OFF, DELAYS, DELAYED_NS = range(5)  # of STATE: the last two, in all
 PARKED, LOCK = range(2)  # of a worker's row
 COUNT, NUMBER = 16, 32  # bits: a ticket is the job's number, its count of chunks, and the next chunk, of 16 bits
 MASK = (1 << COUNT) - 1
@@ -163,6 +163,8 @@ def wait(board, others, began, mine):
 @njit
 def go_alone(board, delayed, until):
     """After a delay that began at one time and ended at another."""
+    board[STATE, DELAYS] += 1
+    board[STATE, DELAYED_NS] += until - delayed
     often = delayed - board[STATE, ALONE_UNTIL] < OFTEN_NS
     board[STATE, BACK_OFF] = min(MOST_NS, max(LEAST_NS, 2 * board[STATE, BACK_OFF])) if often else LEAST_NS
     board[STATE, ALONE_UNTIL] = until + board[STATE, BACK_OFF]
