@@ -162,3 +162,40 @@ def aligned(a):
 def blocks(q, tile: int) -> int:
     """Thread blocks where each takes `tile` queries of one head."""
     return math.prod(q.shape[:2]) * -(-q.shape[2] // tile)
+
+
+WGMMA = r"""
+typedef unsigned long long uint64;
+template <typename T> __device__ void look(float* sum, uint64 a, uint64 b, int add);  // (64, 16), (TILE_K, 16)
+template <typename T, int D> __device__ void gather(float* sum, const uint32* a, uint64 b, int add);  // (64, 16), (16, D)
+"""  # noqa: E501
+
+
+def wgmma(function: str, kind: str, columns: int, left: str) -> str:
+    """CUDA for one wgmma: 64 rows by 16 k's times 16 k's by `columns`. `left` is 'shared' or 'registers'.
+
+    Left from shared memory, the right matrix has its k's contiguous; left in registers, its columns.
+    """
+    sums = columns // 2
+    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(sums))
+    a = f"%{sums}" if left == "shared" else "{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}"
+    given = '"l"(a)' if left == "shared" else ", ".join(f'"r"(a[{i}])' for i in range(4))
+    b, add = (sums + 1, sums + 2) if left == "shared" else (sums + 4, sums + 5)
+    return f"""
+template <> __device__ void {function}(float* sum, {"uint64" if left == "shared" else "const uint32*"} a, uint64 b, int add) {{
+    asm volatile("{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;"
+                 " wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{", ".join(f"%{i}" for i in range(sums))}}},"
+                 " {a}, %{b}, add, 1, 1, {"0, 0" if left == "shared" else "1"}; }}"
+                 : {outputs} : {given}, "l"(b), "r"(add));
+}}
+"""  # noqa: E501
+
+
+def wgmma_products(columns: int) -> str:
+    """CUDA for both products of attention: queries times `columns` keys, and weights times values."""
+    products = [
+        wgmma(f"look<{element}>", kind, columns, "shared")
+        + "".join(wgmma(f"gather<{element}, {D}>", kind, D, "registers") for D in (64, 128))
+        for element, kind in (("half", "f16"), ("bfloat", "bf16"))
+    ]
+    return WGMMA + "".join(products)

@@ -12,7 +12,7 @@ Expect  The tensor cores at Hopper's rate, with the exponentials behind them. La
 """
 
 from common.cuda import Program, tensor_map
-from common.cuda_attention import TYPES, blocks, name, operands
+from common.cuda_attention import TYPES, blocks, name, operands, wgmma_products
 
 PREVIOUS = "skip"
 CHANGES = (
@@ -22,8 +22,6 @@ CHANGES = (
     "STAGES",
     "THREADS",
     "OPTIONS",
-    "wgmma",
-    "PRODUCTS",
     "SOURCE",
     "SOURCE.address",
     "SOURCE.start",
@@ -36,6 +34,7 @@ CHANGES = (
     "SOURCE.power",
     "SOURCE.pair",
     "SOURCE.weigh",
+    "SOURCE.bring",
     "SOURCE.feed",
     "SOURCE.attend",
     "SOURCE.attention_float16_64",
@@ -56,40 +55,9 @@ STAGES = 2  # tiles of keys, and of values, in shared memory: 32 KB each where D
 THREADS = 384  # one group of warps copies and two multiply
 OPTIONS = (f"-DTILE_Q={TILE_Q}", f"-DTILE_K={TILE_K}", f"-DSTAGES={STAGES}", f"-DTHREADS={THREADS}")
 
-
-def wgmma(function: str, kind: str, columns: int, left: str) -> str:
-    """CUDA for one wgmma: 64 rows by 16 k's times 16 k's by `columns`. `left` is 'shared' or 'registers'.
-
-    Left from shared memory, the right matrix has its k's contiguous; left in registers, its columns.
-    """
-    sums = columns // 2
-    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(sums))
-    a = f"%{sums}" if left == "shared" else "{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}"
-    given = '"l"(a)' if left == "shared" else ", ".join(f'"r"(a[{i}])' for i in range(4))
-    b, add = (sums + 1, sums + 2) if left == "shared" else (sums + 4, sums + 5)
-    return f"""
-template <> __device__ void {function}(float* sum, {"uint64" if left == "shared" else "const uint32*"} a, uint64 b, int add) {{
-    asm volatile("{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;"
-                 " wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{", ".join(f"%{i}" for i in range(sums))}}},"
-                 " {a}, %{b}, add, 1, 1, {"0, 0" if left == "shared" else "1"}; }}"
-                 : {outputs} : {given}, "l"(b), "r"(add));
-}}
-"""  # noqa: E501
-
-
-PRODUCTS = r"""
-typedef unsigned long long uint64;
-template <typename T> __device__ void look(float* sum, uint64 a, uint64 b, int add);  // (64, 16), (TILE_K, 16)
-template <typename T, int D> __device__ void gather(float* sum, const uint32* a, uint64 b, int add);  // (64, 16), (16, D)
-""" + "".join(  # noqa: E501
-    wgmma(f"look<{element}>", kind, TILE_K, "shared")
-    + "".join(wgmma(f"gather<{element}, {D}>", kind, D, "registers") for D in (64, 128))
-    for element, kind in (("half", "f16"), ("bfloat", "bf16"))
-)
-
 SOURCE = (
     TYPES
-    + PRODUCTS
+    + wgmma_products(TILE_K)
     + r"""
 struct alignas(64) TensorMap { char bytes[128]; };
 template <int D> struct Tiles {  // in panels of 64 columns, 128 bytes wide: the width of the swizzle
@@ -168,23 +136,26 @@ __device__ void weigh(float* score, float* most, float* total, float* keep, floa
     }
 }
 
+// Keys or values of tile t to their slot, once it is free.
+template <int D, typename Slot>
+__device__ void bring(Slot* to, const TensorMap* from, int t, int head, uint64* full, uint64* free) {
+    const int slot = t % STAGES;
+    wait(&free[slot], t / STAGES % 2 ^ 1);
+    expect(&full[slot], sizeof(to[slot]));  // keys outside the matrix arrive as zeros, and count
+    for (int panel = 0; panel < D / 64; ++panel)
+        fetch(to[slot][panel], from, panel * 64, t * TILE_K, head, &full[slot]);
+}
+
 // What one thread of the copying group does: queries, then keys one tile ahead of values.
 template <int D> __device__ void feed(Tiles<D>& tile, Barriers& at, const TensorMap* q, const TensorMap* k,
                                       const TensorMap* v, int head, int shared_head, int i0, int count) {
-    auto tiles = [&](auto* to, const TensorMap* from, int t, uint64* full, uint64* free) {
-        const int slot = t % STAGES;
-        wait(&free[slot], t / STAGES % 2 ^ 1);
-        expect(&full[slot], sizeof(to[slot]));  // keys outside the matrix arrive as zeros, and count
-        for (int panel = 0; panel < D / 64; ++panel)
-            fetch(to[slot][panel], from, panel * 64, t * TILE_K, shared_head, &full[slot]);
-    };
     expect(&at.queries, sizeof(tile.q));
     for (int half = 0; half < TILE_Q / 64; ++half)
         for (int panel = 0; panel < D / 64; ++panel)
             fetch(tile.q[half][panel], q, panel * 64, i0 + 64 * half, head, &at.queries);
     for (int t = 0; t <= count; ++t) {
-        if (t < count) tiles(tile.k, k, t, at.keys, at.keys_free);
-        if (t > 0) tiles(tile.v, v, t - 1, at.values, at.values_free);
+        if (t < count) bring<D>(tile.k, k, t, shared_head, at.keys, at.keys_free);
+        if (t > 0) bring<D>(tile.v, v, t - 1, shared_head, at.values, at.values_free);
     }
 }
 
