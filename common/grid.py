@@ -61,8 +61,10 @@ def combine(base: str, ideas: tuple[str, ...]) -> str:
     text = code_path(base).read_text("utf-8")
     for idea in ideas:
         before, after = (code_path(n) for n in (diff.constant(code_path(idea), "PREVIOUS"), idea))
-        for change in diff.changes(before, after):
+        changes = diff.changes(before, after)
+        for change in changes:
             text = applied(text, change, idea)
+        text = without(text, [change.name for change in changes if not change.new])
         for mark in set(diff.MARKS) - {"PREVIOUS", "CHANGES"}:
             value = diff.constant(after, mark)
             if value is not None:
@@ -77,9 +79,8 @@ def applied(text: str, change: Change, idea: str) -> str:
     there, old, new = diff.definitions(text), change.old, change.new
     have = there.get(change.name)
     if new is None or (have and have.text == new.text):
-        return text  # what the idea has no use for does no harm
-    leftover = have and not old and not any(have.name in d.uses for d in there.values() if d is not have)
-    if (have and have.text) != (old and old.text) and not leftover:
+        return text
+    if (have and have.text) != (old and old.text):
         text_of_both = have and old and merged(have, old, new)
         if not text_of_both:
             writer = author(idea, change.name, old)
@@ -88,6 +89,25 @@ def applied(text: str, change: Change, idea: str) -> str:
             )
         new = new._replace(text=text_of_both)
     return replaced(text, have, new)
+
+
+def without(text: str, names: list[str]) -> str:
+    """The text without those of these definitions that nothing in it needs any more."""
+    for name in names:
+        there = diff.definitions(text)
+        if name in there and name not in needed(there):
+            text = removed(text, there[name])
+    return text
+
+
+def needed(there: dict[str, Definition]) -> set[str]:
+    """What a stage's entry points use, and what that uses."""
+    found, new = set(), {"load", "forward", "logits", "generate"}
+    while new:
+        found |= new
+        trees = [ast.parse(there[name].text) for name in new if name in there]
+        new = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)} - found
+    return found
 
 
 def author(idea: str, name: str, old: Definition | None) -> str:
@@ -144,19 +164,37 @@ def merge(base: list[str], ours: list[str], theirs: list[str]) -> list[str] | No
 
 def replaced(text: str, have: Definition | None, new: Definition) -> str:
     """The text with a definition in the place of another; without one, an import goes on top, the rest before load."""
-    lines, imported = text.splitlines(), new.text.startswith(("from ", "import "))
-    if have and not have.text.startswith(("from ", "import ")):
-        at, gone = have.line - 1, len(have.text.splitlines())
-        lines[at : at + gone] = [] if imported else new.text.splitlines()
-        if not imported:
-            return "\n".join(lines) + "\n"
-    if imported:  # a name bound again by a later import is the later one's
+    imported = is_import(new)
+    if have and not is_import(have) and not imported:
+        lines, at = text.splitlines(), have.line - 1
+        lines[at : at + len(have.text.splitlines())] = new.text.splitlines()
+        return "\n".join(lines) + "\n"
+    lines = (removed(text, have) if have else text).splitlines()
+    if imported:
         last = max(n.end_lineno for n in ast.parse("\n".join(lines)).body if isinstance(n, ast.Import | ast.ImportFrom))
         lines[last:last] = [new.text]
     else:
         at = diff.definitions("\n".join(lines))["load"].line - 1
         lines[at:at] = [*new.text.splitlines(), "", ""]
     return "\n".join(lines) + "\n"
+
+
+def removed(text: str, have: Definition) -> str:
+    lines = text.splitlines()
+    if not is_import(have):
+        del lines[have.line - 1 : have.line - 1 + len(have.text.splitlines())]
+        return "\n".join(lines) + "\n"
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kept = [alias for alias in node.names if (alias.asname or alias.name) != have.name]
+            if len(kept) < len(node.names):
+                node.names = kept
+                lines[node.lineno - 1 : node.end_lineno] = [ast.unparse(node)] if kept else []
+    return "\n".join(lines) + "\n"
+
+
+def is_import(definition: Definition) -> bool:
+    return definition.text.startswith(("from ", "import "))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from common import sources, synth
+from common.team import confine, granted
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge",
             "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")  # fmt: skip
@@ -21,6 +22,14 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and not hasattr(report, "wasxfail") and not any(map(item.get_closest_marker, ("gpu", "peers"))):
         report.outcome, report.longrepr = "failed", f"skipped outside the gpu and peers marks: {report.longrepr}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def all_cores():
+    """A test that measures in this process leaves it on fewer cores; the next one starts with all."""
+    before = granted()
+    yield
+    confine(before)
 
 
 @pytest.fixture(scope="session")

@@ -534,7 +534,7 @@ def test_a_kernel_is_timed_on_new_numbers_each_time():
         assert (document["measure"], document["on"]) == ("ms", "M x N x K = 64 x 64 x 64")
     except check.CheckError as slow:
         assert slow.verdict == "slow"
-    assert sum("new random operands" in text for text in said) == check.ROUNDS
+    assert sum("new random operands" in text for text in said) in (check.ROUNDS, check.SURE_ROUNDS)
 
 
 def test_what_is_still_empty_is_named():
