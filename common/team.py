@@ -27,7 +27,7 @@ from common.step import call, now
 SPIN_NS = 500_000  # a thread without work sleeps after this: longer than a token's text takes to print
 PATIENCE_NS = 150_000  # for a chunk that another has claimed, or four times what one took here, if that is more
 LEAST_NS, MOST_NS = 5_000_000, 4_000_000_000  # alone for so long, after a first delay and at most
-OFTEN_NS = 20_000_000  # a delay sooner than this after the last time alone costs more than the others' help was worth
+WORTH = 16  # delays: help that lasted for less than so many times the delay that ended it was not worth it
 SHARES = 8  # chunks a thread, so that none waits long for the last
 
 # The board: rows of int64, each on two cache lines of its own, since what one thread writes others read.
@@ -165,8 +165,9 @@ def go_alone(board, delayed, until):
     """After a delay that began at one time and ended at another."""
     board[STATE, DELAYS] += 1
     board[STATE, DELAYED_NS] += until - delayed
-    often = delayed - board[STATE, ALONE_UNTIL] < OFTEN_NS
-    board[STATE, BACK_OFF] = min(MOST_NS, max(LEAST_NS, 2 * board[STATE, BACK_OFF])) if often else LEAST_NS
+    worth = delayed - board[STATE, ALONE_UNTIL] > WORTH * (until - delayed)
+    back_off = board[STATE, BACK_OFF] // 2 if worth else 2 * board[STATE, BACK_OFF]
+    board[STATE, BACK_OFF] = max(LEAST_NS, min(back_off, MOST_NS))
     board[STATE, ALONE_UNTIL] = until + board[STATE, BACK_OFF]
 
 

@@ -17,7 +17,7 @@ from common.job import random_ids
 from common.model import open_model
 from common.reference import nmse
 from common.step import entry, kept
-from common.team import ALONE_UNTIL, BACK_OFF, LEAST_NS, MOST_NS, OFTEN_NS, STATE, STOP, WORKERS, Team, share
+from common.team import ALONE_UNTIL, BACK_OFF, LEAST_NS, MOST_NS, STATE, STOP, WORKERS, WORTH, Team, share
 from stages import compiled, half_cache, threads
 
 ROOT = Path(__file__).parent.parent
@@ -108,16 +108,16 @@ def test_threads_end_with_their_team():
 
 
 def test_delays_send_the_first_thread_alone_for_longer_and_longer():
-    board, found, at = Team(1).board, [], 10 * OFTEN_NS
-    for _ in range(12):
-        team.go_alone(board, at, at + 3)
+    """Until the help between two of them is worth what the delay costs; then for half as long each time."""
+    board, found, at, late = Team(1).board, [], 10**9, 1000
+    for together in [WORTH * late] * 12 + [WORTH * late + 1] * 3:
+        at += together
+        team.go_alone(board, at, at + late)
         found.append(int(board[STATE, BACK_OFF]))
-        assert board[STATE, ALONE_UNTIL] == at + 3 + found[-1]
-        at = int(board[STATE, ALONE_UNTIL]) + OFTEN_NS // 2
+        assert board[STATE, ALONE_UNTIL] == at + late + found[-1]
+        at = int(board[STATE, ALONE_UNTIL])
     assert found[:4] == [LEAST_NS, 2 * LEAST_NS, 4 * LEAST_NS, 8 * LEAST_NS]
-    assert found[-1] == MOST_NS
-    team.go_alone(board, at + OFTEN_NS, at + OFTEN_NS)  # together for long: the next is a first again
-    assert board[STATE, BACK_OFF] == LEAST_NS
+    assert found[11:] == [MOST_NS, MOST_NS // 2, MOST_NS // 4, MOST_NS // 8]
 
 
 def test_alone_nobody_is_asked():
