@@ -1,4 +1,4 @@
-"""The ops that are mostly exponentials, sixteen at a time. Shapes as in common/cpu_ops.py."""
+"""Ops other than matmul, sixteen numbers at a time. Shapes and sources as in common/cpu_ops.py."""
 
 import math
 from functools import partial
@@ -30,6 +30,26 @@ TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6
 TERM5, TERM4, TERM3, TERM2, TERM1, TERM0 = map(np.float32, TERMS)
 
 inlined = partial(njit, _nrt=False, forceinline=True)
+
+
+@njit
+def rms_norm(x, weight, eps):  # (T, D), (D,), () -> (T, D)
+    """x over its root mean square, times weight."""
+    T, D = x.shape
+    out, full = np.empty_like(x), D - D % LANES
+    for t in range(T):
+        lanes = zero_lanes(1)
+        for i in range(0, full, LANES):
+            lanes = multiply_add(load_lanes(x, (t, i)), load_lanes(x, (t, i)), lanes)
+        squares = total(lanes)
+        for i in range(full, D):
+            squares += x[t, i] * x[t, i]
+        inverse = np.float32(1 / math.sqrt(squares / D + eps))
+        for i in range(0, full, LANES):
+            store_lanes(out, (t, i), load_lanes(x, (t, i)) * inverse * load_lanes(weight, i))
+        for i in range(full, D):
+            out[t, i] = x[t, i] * inverse * weight[i]
+    return out
 
 
 @inlined

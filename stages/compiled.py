@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.cpu_ops import add, argmax, mul, rms_norm, scale
+from common.cpu_ops import add, argmax, mul, scale
 from common.int8 import (
     GROUP,
     INTEGER,
@@ -54,7 +54,7 @@ from common.intrinsics import (
     zero_lanes,
 )
 from common.jit import njit
-from common.lane_ops import silu, softmax
+from common.lane_ops import rms_norm, silu, softmax
 from common.quants import dequantize, unpack
 from common.stage import arena, pieces, room
 from common.step import (
@@ -81,8 +81,8 @@ from common.step import (
 
 PREVIOUS = "blocked"
 CHANGES = (
-    "load", "Model", "matmul", "times", "tiles", "strips", "by_type", "rope", "silu", "softmax", "step", "forward",
-    "logits", "stamps",
+    "load", "Model", "matmul", "times", "tiles", "strips", "by_type", "rms_norm", "rope", "silu", "softmax", "step",
+    "forward", "logits", "stamps",
 )  # fmt: skip
 FUSED = {"dot": "attention"}
 PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.cpu_ops import add, argmax, rms_norm
+from common.cpu_ops import add, argmax
 from common.int8 import (
     GROUP,
     INTEGER,
@@ -58,7 +58,7 @@ from common.intrinsics import (
     zero_lanes,
 )
 from common.jit import njit
-from common.lane_ops import exp, silu_lanes
+from common.lane_ops import exp, rms_norm, silu_lanes
 from common.quants import dequantize, unpack
 from common.stage import arena, pieces, room
 from common.step import (

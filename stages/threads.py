@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.cpu_ops import add, argmax, rms_norm, scale
+from common.cpu_ops import add, argmax, scale
 from common.int8 import (
     GROUP,
     INTEGER,
@@ -54,7 +54,7 @@ from common.intrinsics import (
     zero_lanes,
 )
 from common.jit import njit
-from common.lane_ops import silu_lanes, softmax
+from common.lane_ops import rms_norm, silu_lanes, softmax
 from common.quants import dequantize, unpack
 from common.stage import arena, pieces, room
 from common.step import (
