@@ -1,7 +1,8 @@
 """Blocks as integers: what a matmul needs to multiply in 8 bits, and how rows are packed for it.
 
-Every block type here is w = d q + m with a small unsigned integer q: a type with signed integers has them raised, and
-m = -d times what was added. So with activations x = s p, p an integer of -127 to 127 and s one scale for 32 of them,
+Every block type here is w = d q + m with a small unsigned integer q: a type with signed integers has them raised (the
+file itself does so, save for Q8_0), and m = -d times what was added. So with activations x = s p, p an integer of -127
+to 127 and s one scale for 32 of them,
 
     sum of w x  =  s (d (sum of q p)  +  m (sum of p))
 
@@ -52,7 +53,7 @@ from common.quants import Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, lane, 
 kernel = partial(njit, _nrt=False, forceinline=True)
 
 STEP = 32  # activations that share a scale
-GROUP = 16  # weights that share d and m in every type; save for Q6_K, so do STEP
+GROUP = 16  # weights that share d and m in every type; in all but Q6_K, 32 do
 QUADS = GROUP // QUAD
 REGISTER = QUAD * LANES  # 8-bit integers in a register
 SMALLEST = np.float32(1e-30)  # below it the inverse of a step overflows; such activations count as zero
@@ -231,9 +232,11 @@ def span(kind):
     return GROUP if kind == Q6_K else STEP
 
 
-# Packed: sixteen rows side by side, word by word, and of each block its scales first, then its weights in order.
-# Sixteen weights are the upper bits of them all, then the low halves: byte i of eight holds weights i and i + 8. So
-# memory is read from front to back, and each shift is the same for all. No byte is added.
+# Packed: sixteen rows side by side, word by word (32 bits; a float16 by itself). Before that, each row's own block is
+# written anew: its scales first, then its weights in order. Sixteen weights are eight bytes, byte i of which holds the
+# low halves of i and i + 8; Q8_0's are a byte each, raised. Four bytes of upper bits come before them: for each sixteen
+# of Q6_K, for each 32 of Q5_0, Q5_1 and Q5_K, those of weight 4 k + i in byte i. strip_scales shows what becomes of
+# scales. So memory is read from front to back, and each shift is the same for all. No byte is added.
 
 
 @kernel
@@ -317,7 +320,7 @@ def add_dots(kind, sums, q, x, tile, here):
 
 @kernel
 def panel_dots(kind, q, g, x, tile, here, lanes):
-    """The same from integers taken apart: q is (K, 16)."""
+    """The same from integers taken apart: q is (K, 16) in bytes, which lie as (K / 4, 16 rows, 4)."""
     sums, k, index = begin(kind, lanes, x, tile, here), g * GROUP, (tile, here * QUADS)
     if kind == Q8_0:
         return dots_of_panel(sums, q, k, STEP, x.p, index, 255)
@@ -330,7 +333,10 @@ def panel_dots(kind, q, g, x, tile, here, lanes):
 
 @kernel
 def ask(raw, asked, end):
-    """Ask for the cache lines of raw (bytes, 16) from `asked` to AHEAD after `end`; returns the first not asked for."""
+    """Ask for the cache lines of raw (bytes, 16) from `asked` to AHEAD after `end`; returns the first not asked for.
+
+    `asked`, `end` and what is returned count bytes of one row, AHEAD those of all sixteen.
+    """
     while AHEAD > 0 and asked < end + AHEAD // ROWS:
         prefetch(raw, (asked, 0))
         asked += 64 // ROWS

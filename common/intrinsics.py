@@ -329,7 +329,8 @@ def dots_in_turn(builder, sums, steps, most):
 
 
 FEATURES = cpu_features()
-# WIDEST: lanes that an instruction fills. TOKENS: as many as have sums of sixteen rows in at most half the registers.
+# WIDEST: lanes that an instruction fills. TOKENS: as many as have sums of sixteen rows in eight registers: of 512 bits
+# there are 24 more, for float sums too; of 256 bits eight more, and float sums wait on the stack.
 if {"avx512vnni", "avx512vl"} <= FEATURES:
     DOTS, WIDEST, TOKENS = dots_at_once, 16, 8
 elif "avx2" in FEATURES:
@@ -399,7 +400,7 @@ def dots_of_tokens(typing, total, q, x, index, most):
 
 @intrinsic(prefer_literal=True)
 def dots_of_panel(typing, total, q, k, count, x, index, most):
-    """The same for `count` weights, a constant, from weight k on of q (K, 16)."""
+    """The same for `count` weights, a constant, from weight k on of q (K, 16), which lies as (K / 4, 16 rows, 4)."""
 
     def code(context, builder, signature, args):
         total, q, k, _, x, index, _ = args
@@ -676,7 +677,7 @@ def zero_lanes(typing, tokens):
 
 @intrinsic(prefer_literal=True)
 def load_rows(typing, q, k, count):
-    """`count` weights, a constant, of sixteen rows from weight k on. q is (K, 16)."""
+    """`count` weights, a constant, of sixteen rows from weight k on. q (K, 16) lies as (K / 4, 16 rows, 4)."""
     lanes = Lanes(types.uint8, count.literal_value * ROWS)
 
     def code(context, builder, signature, args):

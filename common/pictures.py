@@ -84,15 +84,17 @@ def integer() -> str:
 
 
 def packed() -> str:
-    """Sixteen rows in the file's order, and one strip of them word by word."""
+    """Blocks of sixteen rows in the file's order, and the first ones in a strip: five lines, a column for each row."""
     shapes = [rect(8 * b, n, 8, 1, "used" if b == 0 else "cell") for n in range(4) for b in range(4)]
-    shapes += [rect(x, 8, 1, 1, "used" if x < 4 else "line" if x < 8 else "cell") for x in range(N)]
-    shapes.append(f'<path class="path" d="M {CELL / 2} {8.5 * CELL:g} L {(N - 0.5) * CELL:g} {8.5 * CELL:g}"/>')
-    shapes.append(
-        f'<text y="{7 * CELL:g}">the strip: a word of each row side by side, then the next word of each</text>'
-    )
-    caption = "rows of w, four blocks each (four of sixteen rows are shown), and the strip that load makes of them"
-    return drawing(shapes, caption, "dark: in use · light: already being fetched · pale: not read yet")
+    shapes.append(f'<text x="{2.5 * CELL:g}" y="{6.3 * CELL:g}">row 0, row 1, … row 15, side by side</text>')
+    words = [f"weights {i} to {i + 3} and {i + 8} to {i + 11}" for i in (0, 4, 16, 20)]
+    for line, what in enumerate(["d, then m: a float16 of each row", *words]):
+        y, wide = 7 + 1.5 * line, 1 if line else 0.5
+        shapes += [rect(2.5 + wide * x, y, wide, 1, "line" if line > 1 else "used") for x in range(int(16 / wide))]
+        shapes.append(f'<text y="{(y + 0.8) * CELL:g}">{64 * line}</text>')
+        shapes.append(f'<text x="{19.5 * CELL:g}" y="{(y + 0.8) * CELL:g}">{what}</text>')
+    caption = "rows of w, four blocks of Q4_1 each (four of sixteen rows are shown), and their first blocks in a strip"
+    return drawing(shapes, caption, "left: bytes from the block's start · dark: in use · light: being fetched")
 
 
 def blocked() -> str:

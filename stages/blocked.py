@@ -1,13 +1,13 @@
 """Blocked: a block taken apart serves every token, a register of weights a tile of them; attention in tiles too.
 
 Idea    What has been loaded into registers should be used as often as there are tokens to use it.
-Was     packed takes each block apart anew for each token, and loads a register of weights for each multiplication.
-        attention works on one number at a time, each addition waiting for the one before.
-Change  For more than one token, matmul takes a panel of 1024 weights of sixteen rows apart, then multiplies it by a
-        tile of tokens at a time: their sums fill eight registers, and a register of weights is loaded once for all.
+Was     packed takes each block apart anew for each token, and uses each register of weights for one multiplication
+        only. attention works on one number at a time, each addition waiting for the one before.
+Change  For more than one token, matmul takes a panel apart, 1024 weights of each of sixteen rows, then multiplies it by
+        a tile of tokens at a time: their sums fill eight registers, and a register of weights is loaded once for all.
         attention does the same with keys, sixteen positions side by side, and with values.
-Expect  A prompt gains until multiplying binds. A lone token computes as before, but for attention, which gains the more
-        the longer the text.
+Expect  A prompt gains until multiplying binds; one of two or three tokens loses, since a tile is always computed whole.
+        A lone token computes as before, but for attention, which gains the more the longer the text.
 """
 
 import math
@@ -60,8 +60,8 @@ FUSED = {"dot": "attention"}
 OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
-PANEL = 1024  # weights of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
-TILE = TOKENS  # their sums of integers fill half the registers
+PANEL = 1024  # weights of each of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
+TILE = TOKENS  # their sums of integers take eight registers
 
 
 class Blocks(NamedTuple):

@@ -89,8 +89,8 @@ PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")
 OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
-PANEL = 1024  # weights of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
-TILE = TOKENS  # their sums of integers fill half the registers
+PANEL = 1024  # weights of each of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
+TILE = TOKENS  # their sums of integers take eight registers
 
 
 class Blocks(NamedTuple):

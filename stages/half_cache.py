@@ -101,11 +101,11 @@ PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")
 OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
-PANEL = 1024  # weights of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
+PANEL = 1024  # weights of each of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
 QUERIES = 4  # eight registers of 256 bits for what they sum up, which leaves as many for keys or values
 POSITIONS = 256  # of a lone token's text: a piece that is shared out
 AT_ONCE = 64  # tokens of many: the same
-TILE = TOKENS  # their sums of integers fill half the registers
+TILE = TOKENS  # their sums of integers take eight registers
 
 
 class Blocks(NamedTuple):

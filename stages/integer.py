@@ -6,9 +6,10 @@ Was     quantized turns each integer of the file into a float, though only its b
 Change  matmul rounds each 32 activations to integers with a scale of their own. A row of w is taken apart into its
         integers and its scales, and multiplied as they are: d q + m of common/int8.py. A type that has no such form
         (floats, steps from a table) goes the old way.
-Expect  A prompt gains: a row taken apart serves all its tokens, and their products take a quarter of the instructions.
-        A lone token gains little, since taking the row apart is most of its work. Rounding activations costs a part in
-        a hundred of each product's size, and the logits a few times that, the same in nature as the file's own.
+Expect  A prompt gains, though not by fewer instructions: products take a quarter, and scales take that back. But its
+        sums stay in registers along a row, and fewer additions wait for each other. A lone token gains little, since
+        taking the row apart is most of its work, and loses where that got dearer (Q4_K). Rounding activations costs
+        about half a percent of a row's product, and the logits a few times that, the same in nature as the file's own.
 """
 
 import math
@@ -85,7 +86,7 @@ def matmul(x, w):  # (T, K), (N, K) -> (T, N)
     N, K, kind, length, size, raw = w
     if not has_integers(kind):
         return float_matmul(x, w)
-    T, x8 = x.shape[0], to_int8(x)
+    T, x8 = x.shape[0], to_int8(x)  # tiles of one token: its quads, sums and scales lie side by side
     width, groups = QUAD * x8.p.shape[1], x8.sums.shape[1]
     q, d, m = np.empty(width, np.uint8), np.zeros(groups, np.float32), np.zeros(groups, np.float32)
     out = np.empty((T, N), np.float32)
@@ -93,11 +94,12 @@ def matmul(x, w):  # (T, K), (N, K) -> (T, N)
         by_type(row_apart, kind, raw, n * K // length * size, K, length, size, q, d, m)
         for t in range(T):
             lanes = zero_lanes(1)
-            for g in range(0, groups, LANES):
+            for g in range(0, groups, LANES):  # x8.offsets would not do: they are for 32 weights, an m may be for 16
                 sums = load_spread(x8.scales, (t, g // 2, 0), 8) * sums_as_floats(load_lanes(x8.sums, (t, g, 0)))
                 lanes = multiply_add(load_lanes(m, g), sums, lanes)
             for k in range(0, width, REGISTER):
                 a, b = load_bytes(q, k, REGISTER), load_bytes(x8.p, (t, k // QUAD, 0, 0), REGISTER)
+                # The largest q, a constant: of Q8_0 or any other. AVX2 must know what fits in 16 bits.
                 products = dots(no_sums(lanes), a, b, 255) if kind == Q8_0 else dots(no_sums(lanes), a, b, 63)
                 scale = load_spread(d, k // GROUP, 4) * load_spread(x8.scales, (t, k // STEP, 0), 2)
                 lanes = multiply_add(scale, sums_as_floats(products), lanes)

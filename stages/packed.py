@@ -3,10 +3,11 @@
 Idea    Lay the weights out as the multiplication wants them, once, and not at each use.
 Was     integer walks one row at a time. A register holds many weights of it, so its sums must be added across at the
         row's end, and scales be spread over lanes; that is instructions, and a step still waits for them.
-Change  load copies every matrix into strips of sixteen rows, each word of a row beside the same word of the others, in
-        the order in which they will be used. A register then holds four weights of each row, every lane is a row's own
-        sum, and a scale is one load for sixteen rows. An activation, four integers, is spread over the register. There
-        is a copy of the kernel for each type, in which integers go from the bytes to the products in registers.
+Change  load writes each row's blocks anew, not a byte longer, in the order in which they will be used, and lays sixteen
+        rows side by side as a strip, each word of a row beside the same word of the others. A register then holds four
+        weights of each row, every lane is a row's own sum, and a scale is one load for sixteen rows. Four activations,
+        32 bits, are spread over the register. There is a copy of the kernel for each type, in which integers go from
+        the bytes to the products in registers.
 Expect  A new token takes the time of reading the blocks from memory, or little more. load takes longer, by a copy of
         the file, and as much memory again. Each token of a prompt takes the blocks apart anew: it gains less.
 """
