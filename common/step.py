@@ -62,7 +62,7 @@ class Given(NamedTuple):
     output: Matrix
     norms: Any  # (L, 2, D)
     output_norm: Any  # (D,)
-    cache: Any  # (L, 2, context, G, hd)
+    cache: Any  # (L, 2, context, G, hd) float32; half_cache's is uint16, and its step lays keys out otherwise
     freqs: Any  # (hd / 2,) float64
     eps: float
     clock: Any  # (phases + 1, 2) int64: nanoseconds and calls of each, and in the last row when the last one ended
@@ -95,14 +95,14 @@ def given(config, weights, cache, described, phases):
     )
 
 
-# The arguments of the code that a Matrix names: (activations, matrix, out (T, N)); only their types count here.
+# Arguments by example, since only their types count: TIMES of the code that a Matrix names, then of the other parts.
 ONE = np.zeros((1, STEP), np.float32)
 EIGHTH = Rounded(np.zeros((1, 8, 1, 4), np.int8), *(np.zeros((1, 1, 1), kind) for kind in ("f4", "i4", "f4")))
-TIMES = Input(ONE, EIGHTH), Matrix(*range(len(Matrix._fields))), ONE
-HEADS, ROW = np.zeros((1, 1, 2), np.float32), np.zeros(1, np.float32)
+TIMES = Input(ONE, EIGHTH), Matrix(*range(len(Matrix._fields))), ONE  # activations, matrix, out (T, N)
+HEADS, ROW = np.zeros((1, 1, 2), np.float32), np.zeros(1, np.float32)  # (T, heads, hd), a norm's (D,)
 HALVES = np.zeros((1, 1, 2, 16), np.uint16), np.zeros((1, 16, 16), np.uint16)  # keys, values
-JOINED = np.zeros((1, 1, 4, 16), np.float32), np.zeros((1, 1, 4, 2), np.float32)
-PROJECT, GATE, LOOK, NORMED, ROUNDED, TURNED = range(6)  # Given.parts
+JOINED = np.zeros((1, 1, 4, 16), np.float32), np.zeros((1, 1, 4, 2), np.float32)  # sums, found
+PROJECT, GATE, LOOK, NORMED, ROUNDED, TURNED = range(6)  # places in Given.parts
 
 
 @njit
@@ -146,7 +146,8 @@ def entry(arguments):
 def kept(typing, arguments):
     """The address of a copy of a tuple, good until the function that asked returns.
 
-    It holds no array: one that is not used later may be gone before its address is.
+    It takes no reference to the arrays in it: use each again after the call, or numba may free it before.
+    The tuple's type must be exactly that of `entry`, which nobody checks.
     """
 
     def code(context, builder, signature, args):

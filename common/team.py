@@ -1,9 +1,11 @@
-"""Several cores at one step: threads that wait for work, claim pieces of it, and sleep when there is none.
+"""Several cores at one step: threads that wait for work, claim chunks of it, and sleep when there is none.
 
 A job is a function by address, its arguments, and a number of units. It is cut into chunks; whoever is free claims the
-next one by an atomic addition, the thread that asked too. The job is done when all chunks are, whether the others came
-or not: a thread that the system has put aside delays nobody, unless it holds a chunk. Where that happens the asking
-thread goes alone for a while, and longer each time, since the core is then somebody else's.
+next one by an atomic addition, the first thread, which asked, as well. The job is done when all chunks are, whether the
+others came or not: a thread that the system has put aside delays nobody, unless it holds a chunk. Where the first
+thread waits for that longer than PATIENCE_NS, and than four times a chunk of its own, it goes alone for a while: twice
+as long as the last time if the help in between lasted for no more than WORTH times the delay, else half as long, from
+LEAST_NS to MOST_NS.
 
 Threads are Python's; within `work` they hold no lock of the interpreter. They spin for a short while, since a call into
 the system takes longer than most jobs, then sleep in a lock of Python's, which compiled code can open as well.
@@ -26,7 +28,8 @@ from common.step import call, now
 
 SPIN_NS = 500_000  # a thread without work sleeps after this: longer than a token's text takes to print
 PATIENCE_NS = 150_000  # for a chunk that another has claimed, or four times what one took here, if that is more
-LEAST_NS, MOST_NS = 5_000_000, 4_000_000_000  # alone for so long, after a first delay and at most
+LEAST_NS = 5_000_000  # alone after a delay, at least
+MOST_NS = 4_000_000_000  # and at most
 WORTH = 16  # delays: help that lasted for less than so many times the delay that ended it was not worth it
 SHARES = 8  # chunks a thread, so that none waits long for the last
 
@@ -34,9 +37,10 @@ SHARES = 8  # chunks a thread, so that none waits long for the last
 TICKET, DONE, JOB, STATE, WORKERS = range(5)  # a worker's row is WORKERS + its number
 WIDTH = 16
 FUNCTION, ARGUMENTS, UNITS, CHUNK = range(4)  # of JOB
-STOP, ALONE_UNTIL, BACK_OFF, DELAYS, DELAYED_NS = range(5)  # of STATE: the last two, in all
+STOP, ALONE_UNTIL, BACK_OFF, DELAYS, DELAYED_NS = range(5)  # of STATE; the last two since the team began
 PARKED, LOCK = range(2)  # of a worker's row
-COUNT, NUMBER = 16, 32  # bits: a ticket is the job's number, its count of chunks, and the next chunk, of 16 bits
+# A ticket is a job's number (only to be seen: nobody compares it), its count of chunks, and the next chunk.
+COUNT, NUMBER = 16, 32  # their first bits; the next chunk's is 0
 MASK = (1 << COUNT) - 1
 
 INT32, INT64, POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
@@ -116,14 +120,14 @@ release = python_lock("PyThread_release_lock")
 
 
 @njit
-def share(board, function, arguments, units, together):
-    """function(arguments, first, last) over all units, in chunks of at least `together`; returns when all is done."""
+def share(board, function, arguments, units, least):
+    """function(arguments, first, last) over all units, in chunks of at least `least`; returns when all is done."""
     workers = len(board) - WORKERS
     began = now() if workers else 0
-    if workers == 0 or units <= together or began < board[STATE, ALONE_UNTIL]:
+    if workers == 0 or units <= least or began < board[STATE, ALONE_UNTIL]:
         call(function, arguments, 0, units)
         return
-    chunk = max(together, units // (SHARES * (workers + 1)), units // MASK + 1)
+    chunk = max(least, units // (SHARES * (workers + 1)), units // MASK + 1)  # the last: count must fit its bits
     count = (units + chunk - 1) // chunk
     board[JOB, FUNCTION], board[JOB, ARGUMENTS], board[JOB, UNITS], board[JOB, CHUNK] = (
         function,
@@ -132,7 +136,7 @@ def share(board, function, arguments, units, together):
         chunk,
     )
     board[DONE, 0] = 0
-    exchange(board, TICKET, 0, ((board[TICKET, 0] >> NUMBER) + 1) << NUMBER | count << COUNT)
+    exchange(board, TICKET, 0, ((load(board, TICKET, 0) >> NUMBER) + 1) << NUMBER | count << COUNT)
     for i in range(WORKERS, len(board)):
         if load(board, i, PARKED):
             wake(board, i)
@@ -161,14 +165,14 @@ def wait(board, others, began, mine):
 
 
 @njit
-def go_alone(board, delayed, until):
-    """After a delay that began at one time and ended at another."""
+def go_alone(board, delay_began, delay_ended):
+    """For a while that the help before the delay decides."""
     board[STATE, DELAYS] += 1
-    board[STATE, DELAYED_NS] += until - delayed
-    worth = delayed - board[STATE, ALONE_UNTIL] > WORTH * (until - delayed)
+    board[STATE, DELAYED_NS] += delay_ended - delay_began
+    worth = delay_began - board[STATE, ALONE_UNTIL] > WORTH * (delay_ended - delay_began)
     back_off = board[STATE, BACK_OFF] // 2 if worth else 2 * board[STATE, BACK_OFF]
     board[STATE, BACK_OFF] = max(LEAST_NS, min(back_off, MOST_NS))
-    board[STATE, ALONE_UNTIL] = until + board[STATE, BACK_OFF]
+    board[STATE, ALONE_UNTIL] = delay_ended + board[STATE, BACK_OFF]
 
 
 @njit
@@ -195,7 +199,7 @@ def work(board, i):
             for _ in range(16):
                 pause()
         else:
-            exchange(board, i, PARKED, 1)
+            exchange(board, i, PARKED, 1)  # a job just published may be missed: nobody waits, and the next one wakes
             if load(board, STATE, STOP) == 0:  # told to stop since, nobody would open the lock
                 acquire(board[i, LOCK])
             since = now()
@@ -212,9 +216,9 @@ def stop(board):
 
 
 class Team:
-    """The calling thread and as many more as there are cores for; they end with this object, or the process.
+    """The first thread, which calls, and as many more as there are cores for; they end with this object or the process.
 
-    board is what compiled code takes. Use it as `with team:`, which keeps the calling thread on the first core.
+    board is what compiled code takes, from one caller at a time. `with team:` keeps the first thread on the first core.
     """
 
     def __init__(self, threads: int, cores: list[int] | None = None):
