@@ -109,8 +109,8 @@ def blocked() -> str:
 
 def compiled() -> str:
     """A layer's ops with the Python between them, and the same in one call."""
-    ops = ["norm", "q", "k", "v", "rope", "look", "o", "add", "norm", "gate", "up", "silu", "mul", "down", "add"]
     wide = ["q", "k", "v", "o", "gate", "up", "down"]
+    ops = ["norm", *wide[:3], "rope", "rope", "look", "o", "add", "norm", "gate", "up", "silu", "mul", "down", "add"]
     shapes, at = [], 0.0
     for op in ops:
         shapes.append(rect(at, 0, 1.6 if op in wide else 0.6, 2, "used" if op in wide else "line"))
@@ -127,29 +127,29 @@ def compiled() -> str:
 
 
 def threads() -> str:
-    """A token's layer on two cores: what the first does alone, and the jobs whose pieces both take."""
+    """A token's layer on two cores: what the first does alone, and the jobs whose chunks both take."""
     jobs = ((1.0, 6, "q k v"), (0.8, 3, "heads"), (0.4, 4, "o"), (0.8, 8, "gate, up"), (0.4, 5, "down"))
     shapes, at = [], 0.0
-    for alone, pieces, name in jobs:
+    for alone, chunks, name in jobs:
         shapes.append(rect(at, 0, alone, 2, "line"))
         at += alone
         shapes.append(f'<text x="{at * CELL:g}" y="{7 * CELL:g}">{name}</text>')
-        for piece in range(pieces):
-            core, place = piece % 2, piece // 2
+        for chunk in range(chunks):
+            core, place = chunk % 2, chunk // 2
             shapes.append(rect(at + 1.8 * place + 0.2 * core, 3 * core, 1.7, 2, "used"))
-        at += 1.8 * ((pieces + 1) // 2) + 0.3
+        at += 1.8 * ((chunks + 1) // 2) + 0.3
     shapes.append(f'<text y="{9 * CELL:g}">above the first core, below the second</text>')
-    return drawing(shapes, "a layer of one token on two cores", "dark: pieces of a job · light: what one does alone")
+    return drawing(shapes, "a layer of one token on two cores", "dark: chunks of a job · light: what one does alone")
 
 
 def half_cache() -> str:
-    """Keys with sixteen positions side by side, and the queries of a group's heads that meet them."""
+    """Keys with sixteen positions side by side, and the four queries that meet them."""
     shapes = [rect(x, i, 1, 1, "used" if x < 16 else "cell") for i in range(8) for x in range(N)]
     shapes += [rect(0, i, 16, 1, "tile") for i in (3,)]
-    shapes += [rect(3 * h, 11, 2, 4, "line") for h in range(3)]
+    shapes += [rect(3 * h, 11, 2, 4, "line" if h < 3 else "cell") for h in range(4)]
     shapes.append(f'<text y="{10 * CELL:g}">above, keys: a row is one number of the head at sixteen positions</text>')
-    shapes.append(f'<text x="{10 * CELL:g}" y="{13 * CELL:g}">queries of three heads</text>')
-    caption = "a register of keys meets the queries of all heads of its group"
+    shapes.append(f'<text x="{12 * CELL:g}" y="{13 * CELL:g}">queries of three heads, and zeros</text>')
+    caption = "a lone token: a register of keys meets four queries"
     return drawing(shapes, caption, "dark: sixteen positions in use · outlined: one register · pale: to follow")
 
 

@@ -1,7 +1,7 @@
 """Compiled: the whole step is one call into compiled code, and activations are rounded once for all they meet.
 
 Idea    What surrounds the multiplications should cost next to nothing.
-Was     blocked's forward is Python: fifteen calls a layer, each of which hands arrays over. Activations become
+Was     blocked's forward is Python: sixteen calls a layer, each of which hands arrays over. Activations become
         integers in each matmul anew, three times for q, k and v, each layer finds the same cosines and sines, and
         each exponential is a call of its own.
 Change  step is compiled as a whole. It gets its matrices as a table of numbers, with the address of each and of the
@@ -9,7 +9,7 @@ Change  step is compiled as a whole. It gets its matrices as a table of numbers,
         rounded once for all matrices that it meets, angles become cosines and sines once for all layers, and silu and
         softmax compute sixteen exponentials at a time.
 Expect  A token gains the calls and the rest: the more, the smaller the model. A prompt gains the exponentials, which
-        are many: one a value of the feed-forward, one a pair of tokens that look at each other, in each layer.
+        are many: in each layer one a value of the feed-forward, and for each head one a pair of tokens.
 """
 
 import math

@@ -3,10 +3,12 @@
 Idea    After a long text a token reads as many bytes of keys and values as of weights: they deserve the same care.
 Was     threads keeps them as float32, and each head walks its group's keys alone, along the head: sums across lanes, an
         addition waiting for the one before, and every key read as often as heads share it.
-Change  They are kept as float16, keys with sixteen positions side by side, so that lanes are positions. All heads of a
-        group meet a key while it is in registers. A lone token's positions are shared out in pieces of a fixed length,
-        each with a softmax of its own, and joined in their order: so the result does not depend on who did what.
-Expect  Nothing for a short text. After a long one a token loses what attention took, down to half the bytes read once.
+Change  They are kept as float16, keys with sixteen positions side by side, so that lanes are positions. A loaded key
+        meets four queries: of up to four heads of its group, or of four tokens of a prompt. A lone token's positions
+        are shared out in pieces of a fixed length, each with a softmax of its own, and joined in their order: so the
+        result does not depend on who did what.
+Expect  Nothing for a short text, which is one piece: groups alone are shared out. After a long one a token's attention
+        falls to what half the bytes take, read once. A prompt gains that keys need no rearranging.
 """
 
 import math
@@ -102,9 +104,9 @@ OPERANDS = "int8"
 
 PAGE = 4096  # bytes; where pages are larger, some are touched more than once
 PANEL = 1024  # weights of each of sixteen rows at a time: with their scales 24 KB at most, which a common L1 holds
-QUERIES = 4  # eight registers of 256 bits for what they sum up, which leaves as many for keys or values
-POSITIONS = 256  # of a lone token's text: a piece that is shared out
-AT_ONCE = 64  # tokens of many: the same
+QUERIES = 4  # their sums fill half the registers where those are of 256 bits, an eighth where of 512
+POSITIONS = 256  # a unit of work for a lone token: a group's heads at so many
+AT_ONCE = 64  # a unit of work for a prompt: a head of so many tokens
 TILE = TOKENS  # their sums of integers take eight registers
 
 
@@ -131,7 +133,7 @@ class Packed(NamedTuple):
 
 
 def load(gguf, context, threads):
-    """Touch every page of the map, pack, make room for context tokens, and find a team of as many cores as granted."""
+    """Touch every page of the map, pack, make room, and find a team of `threads` cores, or as many as are granted."""
 
     def blocks(tensor):
         if len(tensor.shape) == 1:
@@ -143,14 +145,14 @@ def load(gguf, context, threads):
 
     config = gguf.config
     wide = whole(config.hd, LANES)
-    cache = arena(config.L, 2, whole(context, LANES), config.G, wide // 2).view(np.uint16)  # of float16
+    cache = arena(config.L, 2, whole(context, LANES), config.G, wide // 2).view(np.uint16)  # float16; see step
     weights = gguf.weights.map(blocks)
     take = pieces(gguf)
     packed = weights.map(lambda w: pack_rows(w, take) if isinstance(w, Blocks) else w)
     packed = packed._replace(token_embd=weights.token_embd)  # rows of which are read one by one
     team, found = Team(threads), given(config, packed, cache, described, PHASES)
     found = found._replace(board=team.board, parts=np.array([part.address for part in parts()]))
-    return Model(config, packed, cache[:, :, :context], found, team)
+    return Model(config, packed, cache[:, :, :context], found, team)  # so cut for forward's check alone
 
 
 def described(w):
@@ -186,7 +188,7 @@ def kernels(kind):
 
 @cache
 def parts():
-    """The code of what is shared out beside single matrices, in the order of the constants above."""
+    """The code of what is shared out beside single matrices, in the order of PROJECT to TURNED of common/step.py."""
     x, w, out = TIMES
 
     @entry((x, ((w, out), (w, out), (w, out))))
@@ -431,7 +433,7 @@ def rows(T, N):
 
 @njit
 def by_tokens(m, part, arguments, T):
-    share(m.board, m.parts[part], arguments, T, 4)
+    share(m.board, m.parts[part], arguments, T, 4)  # fewer are done sooner than shared out
 
 
 @njit(nogil=True)

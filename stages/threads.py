@@ -1,4 +1,4 @@
-"""Threads: every core takes pieces of each op, and they meet as seldom as they can.
+"""Threads: every core takes chunks of each op, and they meet as seldom as they can.
 
 Idea    A machine has several cores, and each brings its own arithmetic and its own share of what memory delivers.
 Was     compiled runs on one core; the others idle.
@@ -125,7 +125,7 @@ class Packed(NamedTuple):
 
 
 def load(gguf, context, threads):
-    """Touch every page of the map, pack, make room for context tokens, and find a team of as many cores as granted."""
+    """Touch every page of the map, pack, make room, and find a team of `threads` cores, or as many as are granted."""
 
     def blocks(tensor):
         if len(tensor.shape) == 1:
@@ -179,7 +179,7 @@ def kernels(kind):
 
 @cache
 def parts():
-    """The code of what is shared out beside single matrices, in the order of the constants above."""
+    """The code of what is shared out beside single matrices, in the order of PROJECT to TURNED of common/step.py."""
     x, w, out = TIMES
 
     @entry((x, ((w, out), (w, out), (w, out))))
@@ -421,7 +421,7 @@ def rows(T, N):
 
 @njit
 def by_tokens(m, part, arguments, T):
-    share(m.board, m.parts[part], arguments, T, 4)
+    share(m.board, m.parts[part], arguments, T, 4)  # fewer are done sooner than shared out
 
 
 @njit(nogil=True)
@@ -439,7 +439,7 @@ def stamps(model):
 
 @njit
 def attend_alone(q, k, v, out, h):  # (1, H, hd), (S, G, hd), (S, G, hd) -> out (1, H * hd)
-    """A lone token's head h: lanes run along it, as nothing else could share its keys."""
+    """A lone token's head h, lanes along it: by itself, though its group shares the keys (half_cache mends that)."""
     _, H, hd = q.shape
     S, G = k.shape[:2]
     scores, full, g = np.empty(S, np.float32), hd - hd % LANES, h // (H // G)
