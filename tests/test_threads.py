@@ -53,19 +53,19 @@ def body():
 
 
 @njit(nogil=True)
-def jobs(board, function, source, out, times, units, together):
+def jobs(board, function, source, out, times, units, least):
     for _ in range(times):
-        share(board, function, kept((source, out)), units, together)
+        share(board, function, kept((source, out)), units, least)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize(("units", "together"), [(1, 1), (2, 1), (7, 3), (61, 1), (1000, 4)])
-def test_each_unit_is_done_once_a_job(count, units, together):
+@pytest.mark.parametrize(("units", "least"), [(1, 1), (2, 1), (7, 3), (61, 1), (1000, 4)])
+def test_each_unit_is_done_once_a_job(count, units, least):
     work, source, out = body(), np.arange(1000), np.zeros(1000, np.int64)
     with Team(count, cores(count)) as found:
-        jobs(found.board, work.address, source, out, 200, units, together)
+        jobs(found.board, work.address, source, out, 200, units, least)
     once = np.zeros(1000, np.int64)
-    jobs(Team(1).board, work.address, source, once, 1, units, together)
+    jobs(Team(1).board, work.address, source, once, 1, units, least)
     assert np.array_equal(out, 200 * once)
     assert once[:units].all()
     assert not once[units:].any()
@@ -150,7 +150,7 @@ def test_the_same_bits_as_compiled_whatever_the_number_of_threads(tiny_of, quant
         assert np.array_equal(told(threads, gguf, ids, count, monkeypatch), want), count
 
 
-@pytest.mark.parametrize("length", [1, 13, 70])
+@pytest.mark.parametrize("length", [1, 13, 70, half_cache.POSITIONS + 4])  # the last in pieces
 def test_half_cache_gives_the_same_bits_whatever_the_number_of_threads(tiny, length, monkeypatch):
     gguf = open_model(tiny)
     ids = random_ids(length, gguf.config.V)
