@@ -219,7 +219,7 @@ def add_panel(kind, totals, q, d, m, x, tile, first, groups):
 
 @njit
 def attend_alone(q, k, v):  # (1, H, hd), (S, G, hd), (S, G, hd) -> (1, H * hd)
-    """A lone token's heads: lanes run along a head, as nothing else could share its keys."""
+    """A lone token's heads, lanes along each: one by one, though a group shares its keys (half_cache mends that)."""
     _, H, hd = q.shape
     S, G = k.shape[:2]
     out, scores, full = np.zeros((1, H * hd), np.float32), np.empty(S, np.float32), hd - hd % LANES

@@ -6,8 +6,8 @@ Was     blocked's forward is Python: sixteen calls a layer, each of which hands 
         each exponential is a call of its own.
 Change  step is compiled as a whole. It gets its matrices as a table of numbers, with the address of each and of the
         code for its type, since compiled code can hold no list of things of different types. A norm's output is
-        rounded once for all matrices that it meets, angles become cosines and sines once for all layers, and silu and
-        softmax compute sixteen exponentials at a time.
+        rounded once for all matrices that it meets, angles become cosines and sines once for all layers, norms add in
+        sixteen lanes, and silu and softmax compute sixteen exponentials at a time.
 Expect  A token gains the calls and the rest: the more, the smaller the model. A prompt gains the exponentials, which
         are many: in each layer one a value of the feed-forward, and for each head one a pair of tokens.
 """
@@ -321,7 +321,7 @@ def stamps(model):
 
 @njit
 def attend_alone(q, k, v):  # (1, H, hd), (S, G, hd), (S, G, hd) -> (1, H * hd)
-    """A lone token's heads: lanes run along a head, as nothing else could share its keys."""
+    """A lone token's heads, lanes along each: one by one, though a group shares its keys (half_cache mends that)."""
     _, H, hd = q.shape
     S, G = k.shape[:2]
     out, scores, full = np.zeros((1, H * hd), np.float32), np.empty(S, np.float32), hd - hd % LANES
