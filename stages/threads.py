@@ -6,7 +6,7 @@ Change  What is large is shared out (common/team.py): strips of rows of q, k and
         gate and up together with what follows from them, and of w_down: five meetings a layer for a token. A prompt
         shares out its tokens as well, wherever each is computed by itself. Results do not depend on who computes what.
 Expect  A token gains what more cores get from memory, since one core alone does not use it up. A prompt gains the
-        number of cores, less where only one works. Each meeting costs a trip of a cache line between cores.
+        number of cores, less where only one works. Each meeting costs a few trips of a cache line between cores.
 """
 
 import math
