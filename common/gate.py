@@ -1,5 +1,6 @@
 """The correctness gate: no time is shown for a stage that gives other answers than the oracle."""
 
+from itertools import pairwise
 from types import FunctionType
 from typing import NamedTuple
 
@@ -82,20 +83,57 @@ class Parted(Exception):
 
 
 def first_fault(request) -> str:
-    """Run the stage's forward with every op checked in float64 on the very inputs it got; say where it first fails.
+    """A clause that says where a stage first fails; request is a harness.Request whose ids are the text to run.
 
-    request is a harness.Request whose ids are the text to run. Where every op is right on its inputs, the fault is in
-    how forward or generate connects them, and the residual stream says in which layer. Of a stage whose step is
-    compiled as a whole, the ops are run by the text of the nearest stage before it that calls them from Python; then
-    its own step, cut after each layer.
+    First one text from position 0; where that is right, what else generate may ask of forward.
     """
     from common.model import open_model
     from common.stage import load_stage
 
-    stage, rounded = load_stage(request.stage), operands(request.stage)
+    stage, gguf = load_stage(request.stage), open_model(request.model, request.layers)
+    context = request.context or gguf.config.context
+    if place := first_place(request, stage, gguf, context):
+        return f"it first parts from the reference at {place}"
+    told = asked_again(request, stage, gguf, stage.load(gguf, context, request.threads))
+    return told or "forward is right at every position, so the fault is in generate, which asks it for something else"
+
+
+def asked_again(request, stage, gguf, model) -> str | None:
+    """What is wrong with a stage's forward once a model has been used, None where nothing is.
+
+    A text and another, both from 0; then, of a stage with a cache, the first in pieces, the last of them one token.
+    """
+    ids, told = list(request.ids), "forward is right on a first text from start = 0 on, but"
+
+    def right(text: list[int], starts: list[int]) -> bool:
+        for start, end in pairwise([*starts, len(text)]):
+            rows = stage.logits(model, stage.forward(model, text[start:end], start))
+        want = reference.compute(gguf, text, rows=len(rows)).logits
+        return reference.nmse(rows, want) <= tolerance(request.stage, len(rows))
+
+    stage.forward(model, ids, 0)
+    if not right(ids[::-1], [0]):
+        return f"{told} does not begin anew: a second text from 0 on, on the same model, is wrong"
+    half, last = len(ids) // 2, len(ids) - 1
+    for starts in ([0, half], [0, half, last]) if getattr(model, "cache", None) is not None else ():
+        if starts == sorted(set(starts)) and not right(ids, starts):
+            return f"{told} wrong at start = {starts[-1]}, where it follows on what came before"
+    return None
+
+
+def first_place(request, stage, gguf, context: int) -> str | None:
+    """Run the stage's forward with every op checked in float64 on the very inputs it got; where does it first fail?
+
+    None where it does not. Where every op is right on its inputs, the fault is in how forward connects them, and the
+    residual stream says in which layer. Of a stage whose step is
+    compiled as a whole, the ops are run by the text of the nearest stage before it that calls them from Python; then
+    its own step, cut after each layer.
+    """
+    from common.model import open_model
+
+    rounded = operands(request.stage)
     allowed = STREAM_TOLERANCE[rounded]
-    gguf = open_model(request.model, request.layers)
-    model = stage.load(gguf, request.context or gguf.config.context, request.threads)
+    model = stage.load(gguf, context, request.threads)
     whole = hasattr(stage, "PHASES") and not on_gpu(request.stage)
     space = {**vars(before(stage)), **vars(stage)} if whole else vars(stage)
     trace = Trace(
@@ -119,7 +157,7 @@ def first_fault(request) -> str:
     if whole:
         for layer in range(gguf.config.L):
             cut = open_model(request.model, layer + 1)
-            model = stage.load(cut, request.context or gguf.config.context, request.threads)
+            model = stage.load(cut, context, request.threads)
             got = stage.forward(model, request.ids, 0)
             right = rms_norm(want[2 * layer + 1], dequantize(cut.weights.output_norm), gguf.config.eps)
             if not reference.nmse(got, right) <= allowed:
@@ -131,7 +169,7 @@ def first_fault(request) -> str:
     if not reference.nmse(rows, answer.logits) <= allowed:
         at = place(rows, answer.logits, allowed)
         return f"{at}: every layer is right, but the output norm or the logits are not"
-    return "prefill is right at every position, so the fault is in how generate continues after it"
+    return None
 
 
 def before(stage):
@@ -173,7 +211,9 @@ class Trace:
             got = host(out)
             if not reference.nmse(got, want) <= allowed:
                 error = reference.nmse(got, want)
-                raise Parted(f"{place(got, want, allowed)}, layer {layer}, {label}: NMSE {error:.1e}")
+                size = f"NMSE {error:.1e}" if np.isfinite(got).all() else "not finite"
+                on = f" for K x N = {inputs[0].shape[-1]} x {got.shape[-1]}" if name == "matmul" else ""
+                raise Parted(f"{place(got, want, allowed)}, layer {layer}, {label}: {size}{on}")
             if name == "add":
                 self.residual.append(np.array(got))
             return out

@@ -84,7 +84,7 @@ def run(request: Request, on_token: Callable[[int, float], None] = lambda token,
 
 
 def diagnose(request: Request) -> str:
-    """One sentence that names the first token, layer and op where the stage parts from the oracle."""
+    """A clause that names token, layer and op where the stage parts from the oracle, or what else is wrong."""
     return talk("diagnose", request)["diagnosis"]
 
 

@@ -48,9 +48,12 @@ def answered(job: Job, request: harness.Request, on_token=lambda token, ms: None
     try:
         return harness.run(request, on_token)
     except harness.RunError as error:
-        if error.exit_code == WrongError.exit_code:
-            reference.logits(job.gguf, job.ids, rows=1)
-        raise
+        if error.exit_code != WrongError.exit_code:
+            raise
+        reference.logits(job.gguf, job.ids, rows=1)
+        if request.stage in PEERS:
+            raise
+        raise harness.RunError(f"{error}; {harness.diagnose(request)}", error.exit_code) from error
 
 
 def check(name: str, job: Job, sample: harness.Sample, rows_file: str) -> gate.Agreement:
@@ -76,7 +79,7 @@ def check(name: str, job: Job, sample: harness.Sample, rows_file: str) -> gate.A
         where = harness.diagnose(job.request(name, ids=job.ids + ids[:-1]))
         raise WrongError(
             f"{name} is wrong, so no time is shown: logits NMSE {agreed.nmse:.1e}, allowed {agreed.tolerance:.0e}; "
-            f"it first parts from the reference at {where}"
+            f"{where}"
         )
     return agreed
 

@@ -15,8 +15,8 @@ from stages import gemm
 from tests.helpers import ROOT, lesson, one_sentence
 
 SEEN = {  # what the tool says of each, in part
-    "forgetful": "prefill is right at every position, so the fault is in how generate continues after it",
-    "stuttering": "prefill is right at every position, so the fault is in how generate continues after it",
+    "forgetful": "forward is right at every position, so the fault is in generate",
+    "stuttering": "forward is right at every position, so the fault is in generate",
     "dizzy": "layer 0: each op is right on its inputs, but the sum after attention is not",
     "crossed": "layer 0, attention",
     "clairvoyant": "token 0, layer 0, attention",

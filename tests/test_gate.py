@@ -31,7 +31,7 @@ BROKEN = {
     "constant logits": ("return matmul(hidden, model", "return 1 + 0 * matmul(hidden, model", "logits"),
     "logits not finite": ("total += x[t, k]", "total += np.nan * x[t, k]", "token 0, layer 0, matmul (w_q)"),
     "last layer skipped": ("in weights.layers:", "in weights.layers[:1]:", "layer 1"),
-    "forgets its text": ("forward(model, ids, 0)", "forward(model, ids[-6:], 0)", "how generate continues"),
+    "forgets its text": ("forward(model, ids, 0)", "forward(model, ids[-6:], 0)", "fault is in generate"),
 }  # fmt: skip
 
 
@@ -74,6 +74,38 @@ def test_a_broken_shared_op_is_named(gguf, tmp_path):
     path = copy_of("tiling", tmp_path, ("@njit\ndef attention", norm + "@njit\ndef attention"))
     assert not outcome(path, gguf).passed
     assert "token 0, layer 0, rms_norm" in gate.first_fault(request(path, gguf))
+
+
+ROWS = "rope(matmul(h, layer.w_k).reshape(T, G, hd), config.rope_freqs, start)"
+CACHE = "cache = arena(config.L, 2, context, config.G, config.hd)"
+CONTINUED = {  # the same of kv_cache, wrong only beyond a first text from 0 on: (edits, what is said)
+    "sees its own alone": (
+        [("keys[:end], values[:end]", "keys[start:], values[start:]")],
+        "but wrong at start = 3, where it follows",
+    ),
+    "appends": (
+        [
+            (CACHE, "cache = [[[], []] for _ in range(config.L)]"),
+            ("    if end > model.cache.shape[2]:\n", "    if False:\n"),
+            (f"keys[start:end] = {ROWS}", f"keys.extend({ROWS})"),
+            ("values[start:end] = matmul(h, layer.w_v)", "values.extend(matmul(h, layer.w_v)"),
+            (".reshape(T, G, hd)\n        x = add", ".reshape(T, G, hd))\n        x = add"),
+            ("keys[:end], values[:end]", "np.stack(keys), np.stack(values)"),
+        ],
+        "does not begin anew: a second text",
+    ),
+    "a lone token": ([("keys[:end], values[:end]", "keys[int(T == 1) : end], values[:end]")], "but wrong at start = 5"),
+    "start stands still": ([("start + len(new), [choose", "start, [choose")], "fault is in generate"),
+}
+
+
+@pytest.mark.parametrize("what", CONTINUED)
+def test_a_fault_beyond_a_first_text_is_blamed_on_who_made_it(what, gguf, tmp_path):
+    edits, told = CONTINUED[what]
+    path = copy_of("kv_cache", tmp_path, *edits)
+    found = gate.first_fault(request(path, gguf))
+    assert told in found
+    assert ("right at every position" in found) == (what == "start stands still")
 
 
 def test_an_unbroken_copy_passes(gguf, tmp_path):
