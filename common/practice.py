@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import diff, records
 from common.job import UsageError
-from common.stage import FOLDER, LADDER, StageError, code_path, rungs, where
+from common.stage import FOLDER, LADDER, StageError, code_path, rungs, said, where
 
 FOLDER_NAME = "practice"  # below the folder the reader is in
 EMPTY = "is yours to write"  # what an emptied definition raises, and how it is known again
@@ -46,7 +46,7 @@ def practised(path: Path) -> str:
     try:
         stage = diff.constant(path, "PRACTICE")
     except (SyntaxError, ValueError) as error:
-        raise StageError(f"{path.name}: {where(error, path)}{type(error).__name__}: {error}", exit_code=1) from error
+        raise StageError(f"{path.name}: {where(error, path)}{said(error)}", exit_code=1) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} can't be read ({error}): `lesson practice tiling` writes one to begin with"
@@ -58,12 +58,17 @@ def practised(path: Path) -> str:
 
 
 def chosen(file: str | None) -> Path:
-    """The file that was named, or else the practice file saved last. Raises UsageError where there is none."""
+    """The file that was named, by its stage or its path, or else the practice file saved last.
+
+    Raises UsageError where there is none.
+    """
     if file:
-        if not Path(file).is_file():
-            stage = file if file in (*LADDER, *rungs()) else "tiling"
+        known = file in (*LADDER, *rungs())
+        path = file_of(file) if known and not Path(file).is_file() else Path(file)
+        if not path.is_file():
+            stage = file if known else "tiling"
             raise UsageError(f"no file {file}: `lesson practice {stage}` writes one to begin with")
-        return Path(file)
+        return path
     found = sorted(Path(FOLDER_NAME).glob("*.py"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise UsageError(f"no file in {FOLDER_NAME}/: `lesson practice tiling` writes one to begin with")
@@ -73,9 +78,13 @@ def chosen(file: str | None) -> Path:
 # ---- the practice file ----------------------------------------------------------------------------------------
 
 
+def file_of(stage: str) -> Path:
+    return Path(FOLDER_NAME) / f"{stage.replace('/', '_')}.py"
+
+
 def write(stage: str, force: bool = False) -> Path:
     """Write practice/STAGE.py, whole or not at all. Raises UsageError where it is there already."""
-    path = Path(FOLDER_NAME) / f"{stage.replace('/', '_')}.py"
+    path = file_of(stage)
     text = exercise(stage)
     if path.exists() and not force:
         raise UsageError(f"{path} is there already, and what you wrote in it would be lost: --force begins anew")
@@ -169,7 +178,7 @@ def docstring(stage: str, before: str, lines: list[str], mine: list[str]) -> lis
         if not skipping or line == '"""':
             kept.append(line)
     kept[:1] = [f'"""Practice of {stage}.', "", kept[0].removeprefix('"""')]
-    file = f"{FOLDER_NAME}/{stage.replace('/', '_')}.py"
+    file = file_of(stage)
     kept[-1:] = [
         "",
         *wrapped(
@@ -208,9 +217,25 @@ def stub(node: ast.FunctionDef, lines: list[str], old: dict, new: dict, before: 
     called = [heading(new[name]) for name in besides if re.search(rf"\b{name}\(", new[node.name].text)]
     notes += [f"The course calls a function of its own besides: {line}" for line in called]
     tools = origins(gained(old, new, (node.name,)), new)
-    if node.args.args and node.args.args[0].arg == "gguf":
-        notes.append("gguf.weights.map(f) is f of each weight, a Tensor of common/gguf.py: .shape (N, K), .type, .raw. "
-                     "A type has an id and says how many weights a block has, and how many bytes.")  # fmt: skip
+    text = new[node.name].text
+    if node.args.args and node.args.args[0].arg == "gguf" and re.search(r"\.(type|raw)\b", text):
+        notes.append("gguf.weights.map(f) is f of each weight, a Tensor of common/gguf.py: .shape is (N, K), or (D,) "
+                     "for a norm, which is to be dequantized; .raw is its bytes; of its .type .id is ggml's number, "
+                     ".block the weights a block (1 for a float type, where a row may pass for one) and .bytes a "
+                     "block's bytes.")  # fmt: skip
+        if "raw[::" in text:
+            notes.append("To read raw[::4096] touches each page of the map, so that no fault falls into the timing.")
+    if node.name == "matmul" and ", (K, N) ->" in lines[node.lineno - 1]:
+        notes.append("T, K and N may be any number: no size of a tile or a register need divide them.")
+    elif node.name == "matmul" and ", (N, K) ->" in lines[node.lineno - 1]:
+        notes.append("T and N may be any number, and so may K where the type is a float's.")
+    was = old[node.name].text if node.name in old else ""
+    notes += [
+        f"{name} is a function of {module.replace('.', '/')}.py here and was a sum in {before}'s {node.name}."
+        for module, names in tools.items()
+        for name in names
+        if re.search(rf"\b{name} [+]?= ", was)
+    ]
     notes += [f"New at hand from {module.replace('.', '/')}.py: {', '.join(names)}." for module, names in tools.items()]
     comments = [line for note in notes for line in wrapped(note, "    # ")]
     return [*head, *comments, f'    raise NotImplementedError("{node.name} {EMPTY}")']
@@ -286,6 +311,7 @@ def hints(stage: str) -> list[str]:
     for name in asked:
         loops = skeleton(old.get(name), new.get(name))
         if loops:
+            found += nested(name, old.get(name), new[name], previous(stage))
             found.append(f"how {name} runs:\n" + "\n".join(loops))
     for name in [*asked, *helpers]:
         if lines := outline(old.get(name), new.get(name)):
@@ -314,6 +340,7 @@ def offer(module: str):
             return f"  {name}: {it.func.__name__} with {', '.join(f'{k}={v!r}' for k, v in it.keywords.items())}"
         it = getattr(it, "py_func", getattr(it, "_defn", it))
         told = (getattr(it, "__doc__", None) or "").strip() if callable(it) else f"{it!r}"
+        told += " Of a matrix w: load_lanes(w, (k, n))." if name == "load_lanes" else ""
         return f"  {name}: {' '.join(told.split())}" if told else f"  {name}"
 
     return line
@@ -329,12 +356,34 @@ def heading(definition) -> str:
     return " ".join(match[0].split()) if match else ""
 
 
+def nested(name: str, old, new, before: str) -> list[str]:
+    """The question before the loops themselves, where there are more of them than before."""
+    had, has = (len(re.findall(r"^ +for ", d.text, re.MULTILINE)) if d else 0 for d in (old, new))
+    if not 0 < had < has:
+        return []
+    return [f"{name} has {has} loops where {before}'s has {had}: which is outermost, and where does what is unfinished "
+            "wait meanwhile?"]  # fmt: skip
+
+
 def skeleton(old, new) -> list[str]:
-    """The lines of a changed definition that say what is repeated or decided; none where none of them is new."""
+    """The lines of a changed definition that say what is repeated or decided; none where none of them is new.
+
+    … stands for statements between them.
+    """
     control = re.compile(r"\s*(for|while|if|elif|else|with|def)\b")
     was, now = ([line for line in d.text.splitlines() if control.match(line)] if d else [] for d in (old, new))
     inside = {line for line in now if line[0].isspace()}  # a new heading alone says nothing that the stub does not
-    return now if inside - set(was) else []
+    if not inside - set(was):
+        return []
+    found: list[str] = []
+    for line in new.text.splitlines():
+        pad = line[: len(line) - len(line.lstrip())]
+        left_out = found and found[-1].endswith("…") and len(pad) >= len(found[-1]) - 1
+        if control.match(line):
+            found.append(line)
+        elif found and line.strip(" {});") and not line.lstrip().startswith(("//", "#")) and not left_out:
+            found.append(f"{pad}…")
+    return found
 
 
 def outline(old, new) -> list[str]:

@@ -195,7 +195,7 @@ def load_stage(name: str) -> Stage:
         else:
             module = import_file(path)
     except Exception as error:  # the reader's own file may raise anything
-        raise StageError(f"{path.name}: {where(error, path)}{type(error).__name__}: {error}", exit_code=1) from error
+        raise StageError(f"{path.name}: {where(error, path)}{said(error)}", exit_code=1) from error
     needed = ("load", "forward", "logits", "generate", *(op for op in OPS if op not in fused(module)))
     missing = [n for n in needed if not hasattr(module, n)]
     if missing:
@@ -214,6 +214,11 @@ def import_file(path: Path):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def said(error: Exception) -> str:
+    """'NameError: …'; of a syntax error without its place, which `where` tells."""
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
 
 
 def where(error: Exception, path: Path) -> str:

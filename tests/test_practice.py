@@ -216,13 +216,26 @@ def test_a_heading_alone_is_no_hint():
         assert not [text for text in practice.hints(stage) if re.fullmatch(r"how \S+ runs:\n\S.*", text)], stage
 
 
-@pytest.mark.parametrize("stage", ["kv_cache", "quantized"])
-def test_an_emptied_load_says_what_a_weight_is(stage):
-    from common.gguf import Tensor
+def test_an_emptied_load_says_what_a_weight_is():
+    from common.gguf import Tensor, Type
 
-    (told,) = [line for line in practice.exercise(stage).splitlines() if "a Tensor of common/gguf.py" in line]
-    for name in re.findall(r"[ ]\.(\w+)", told):
-        assert name in dir(Tensor)
+    told = " ".join(practice.exercise("quantized").partition("a Tensor of common/gguf.py")[2].split("raise")[0].split())
+    assert {"shape", "raw", "type", "id", "block", "bytes"} == set(re.findall(r" \.(\w+)", told))
+    assert all(hasattr(Tensor, name) or hasattr(Type, name) for name in re.findall(r" \.(\w+)", told))
+    assert "a Tensor" not in practice.exercise("kv_cache")
+
+
+def test_an_exercise_says_which_sizes_come_and_which_names_mean_something_else():
+    told = " ".join(practice.exercise("quantized").replace("# ", "").split())
+    assert "total is a function of common/intrinsics.py here and was a sum in kv_cache's matmul" in told
+    assert "T, K and N may be any number" in practice.exercise("simd")
+
+
+def test_a_hint_marks_what_it_leaves_out():
+    told = "\n".join(practice.hints("tiling"))
+    assert "matmul has 5 loops where naive's has 3: which" in told
+    assert "                    for k in range(k0, min(k0 + TILE, K)):\n                        …\n" in told
+    assert "load_lanes(w, (k, n))" in "\n".join(practice.hints("simd"))
 
 
 # ---- what passes -------------------------------------------------------------------------------------------------
@@ -293,7 +306,7 @@ def test_the_code_before_it_to_the_letter_is_nobodys_work():
     ],
 )
 def test_good_enough(previous, course, sure, most):
-    """Half of the gain as a ratio; where none is sure, a quarter more than the course's own."""
+    """The square root of the gain; where none is sure, a quarter more than the course's own."""
     told = verdict([previous] * 3, [course] * 3) if sure else verdict([1, 2, 3], [3, 2, 1])
     assert check.limit(previous, course, True, told)[0] == pytest.approx(most)
     assert check.limit(previous, course, False, told)[0] == 2 * course
@@ -312,11 +325,54 @@ def raced(yours: float, course: float, noise=NOISE) -> check.Race:
 def test_a_small_gain_tells_a_step_from_the_stage_before_it():
     """What CLOSE would let pass: 8 % of gain, where the stage before it takes 1.09 times what the course's own does."""
     work = check.read(tiling(NAIVE_REWORDED))
-    with pytest.raises(check.CheckError, match=r"95.9 will do \(half of tiling's gain as a ratio\)"):
+    with pytest.raises(check.CheckError, match=r"95.9 will do \(1.04×, the square root of tiling's 1.09×\)"):
         check.judged(work, raced(yours=100, course=92))
     passed = check.judged(work, raced(yours=92, course=92))
     assert passed["told_apart"]["verdict"] == "faster"
     assert "right and fast enough" in shown(check.render(passed | DOCUMENT))
+
+
+def test_a_stage_about_memory_is_praised_for_memory():
+    work = check.read(tiling(NAIVE_REWORDED))
+    taken = {
+        measure: {name: [ms] for name, ms in zip(("naive", work.name, "tiling"), of, strict=True)}
+        for measure, of in {
+            "ttft_ms": (100, 101, 100),
+            "ms_per_token": (30, 58, 40),
+            "peak_rss_mb": (900, 300, 300),
+        }.items()
+    }
+    passed = check.judged(work, check.Race(taken, "nowhere", lambda measure, value: ""))
+    told = " ".join(shown(check.render(passed | DOCUMENT)).split())
+    assert "is right, and small enough: 3.00× less memory; slower on ms/token (58.0 against 30.0), as the" in told
+    assert "good enough 200 80.0 520" in told
+
+
+def test_a_gain_beyond_the_stages_idea_passes_and_is_told():
+    work = check.read(tiling(NAIVE_REWORDED))
+    for yours, least, told in ((4, 20, True), (4, 3, False), (30, 35, False)):
+        passed = check.judged(work, raced(yours, course=50)._replace(least=lambda least=least: least))
+        page = " ".join(shown(check.render(passed | DOCUMENT)).split())
+        assert ("faster than tiling can be" in page) == told
+
+
+def test_what_is_left_of_the_stage_before_is_told():
+    path = pasted("kv_cache")
+    kept, new = definitions("simd")["generate"].text, definitions("kv_cache")["generate"].text
+    path.write_text(path.read_text().replace(new, kept))
+    work = check.read(path)
+    names = ("simd", work.name, "kv_cache")
+    taken = {"ms_per_token": dict(zip(names, ([100.0], [100.0], [20.0]), strict=True))}
+    with pytest.raises(check.CheckError, match="generate is still simd's own"):
+        check.judged(work, check.Race(taken, "nowhere", lambda measure, value: "near nothing"))
+
+
+def test_a_logit_that_is_not_finite_is_told_with_its_place():
+    path = pasted("simd")
+    path.write_text(path.read_text().replace("out[t, n] += x[t, k]", "out[t, n] += np.nan * x[t, k]"))
+    place = r"wrong on odd: a logit is not finite; .* token 0, layer 0, matmul \(w_\w+\): not finite for K x N = \d+ x"
+    with pytest.raises(check.CheckError, match=place):
+        check.check(path, {}, timing=timing())
 
 
 def test_where_no_gain_can_be_measured_right_is_enough():
@@ -481,8 +537,8 @@ def generate(model, ids, n, choose=argmax):
 COURSE = "import importlib\nmatmul = importlib.import_module('stages.tiling').matmul"
 COURSE_FILE = "from common.stage import FOLDER, import_file\nmatmul = import_file(FOLDER / 'tiling.py').matmul"
 RUN = {  # a shortcut as it runs, the look at the text left out: (matmul, edits, what is said of it)
-    "a constant": (product("np.ones((len(x), w.shape[1]), np.float32)"), (), "is wrong: .* layer 0, matmul"),
-    "constant logits": (NAIVE, [("return matmul(hidden", "return 1 + 0 * matmul(hidden")], "is wrong: .* logits"),
+    "a constant": (product("np.ones((len(x), w.shape[1]), np.float32)"), (), "wrong on .* layer 0, matmul"),
+    "constant logits": (NAIVE, [("return matmul(hidden", "return 1 + 0 * matmul(hidden")], "wrong on .* logits"),
     "answers by prompt": (NAIVE, [ANSWERS_BY_PROMPT], "remembers outputs instead of computing them"),
     "answers by input": (BY_INPUT, (), "remembers outputs instead of computing them"),
     "answers by identity": (BY_IDENTITY, (), "is wrong|remembers outputs"),
@@ -504,8 +560,12 @@ RUN = {  # a shortcut as it runs, the look at the text left out: (matmul, edits,
         [(GENERATE, LATER + GENERATE), ("yield ids[-1], row", "yield Later(ids[-1]), row")],
         "by the clock of its process and",
     ),
-    "skipped layers": (NAIVE, [("in weights.layers:", "in weights.layers[:1]:")], "is wrong: .*layer 1: it never runs"),
-    "skipped tokens": (NAIVE, [("forward(model, ids, 0)", "forward(model, ids[-8:], 0)")], "is wrong: .*how generate"),
+    "skipped layers": (NAIVE, [("in weights.layers:", "in weights.layers[:1]:")], "wrong on .*layer 1: it never runs"),
+    "skipped tokens": (
+        NAIVE,
+        [("forward(model, ids, 0)", "forward(model, ids[-8:], 0)")],
+        "wrong on .*fault is in generate",
+    ),
     "work while it warms up alone": (NAIVE, [(GENERATE, WHILE_WARM)], "is wrong"),
 }
 
@@ -555,7 +615,15 @@ def test_an_error_in_the_file_is_told_with_its_line():
     assert re.search(r"tiling\.py: line \d+: NameError", done.stderr.decode())
     done = lesson("check", put("tiling", "PRACTICE = 'tiling'\ndef matmul(:\n"))
     assert done.returncode == 1
-    assert "tiling.py: line 2: SyntaxError" in one_sentence(done)
+    told = one_sentence(done)
+    assert "tiling.py: line 2: SyntaxError" in told
+    assert told.count("line 2") == 1
+
+
+def test_a_stages_name_means_its_practice_file():
+    practice.write("tiling")
+    assert json.loads(lesson("hint", "tiling", "--json").stdout)["file"] == "practice/tiling.py"
+    assert b"practice/tiling.py, line" in lesson("check", "tiling").stderr
 
 
 # ---- watching ----------------------------------------------------------------------------------------------------
