@@ -112,7 +112,7 @@ def compared(path: Path, record: str) -> str:
 def costs(path: Path, record: str) -> str:
     """What a comparison's stages cost outside the clock."""
     document = figures.record(record)
-    rows = ["| | load s | compile s | peak MB | minor faults | major faults | lines |", "|---|" + "---:|" * 6]
+    rows = ["| | load s | compile s | peak MiB | minor faults | major faults | lines |", "|---|" + "---:|" * 6]
     for r in document["stages"]:
         faults = r["page_faults"]
         lines = len(source_path(r["stage"]).read_text("utf-8").splitlines())

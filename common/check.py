@@ -485,7 +485,7 @@ class Race(NamedTuple):
         return verdict(of[work.previous], of[work.stage])
 
 
-MEASURES = {"ttft_ms": "TTFT ms", "ms_per_token": "ms/token", "peak_rss_mb": "peak MB", "ms": "ms"}
+MEASURES = {"ttft_ms": "TTFT ms", "ms_per_token": "ms/token", "peak_rss_mb": "peak MiB", "ms": "ms"}
 
 
 def race(work: Work, flags: dict, say: Callable) -> Race:
@@ -562,7 +562,7 @@ def near(work: Work, job: Job, measure: str, value: float) -> str:
 
     timed = replace(job, n=NEW)
     if measure == "peak_rss_mb":
-        return f"the file itself is {show.number(len(job.gguf.gguf.file) / 1e6)} MB"
+        return f"the file itself is {show.number(len(job.gguf.gguf.file) / 2**20)} MiB"
     if work.stage not in roofline.COSTS:
         bound = roofline.expectation(work.stage, timed, machine_of(work, job))[f"bound_{measure}"]
         return f"reading the weights once and the arithmetic would take {show.number(bound)} ms"

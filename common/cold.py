@@ -24,8 +24,8 @@ from common.stage import source_path
 def cold_run(request: harness.Request) -> dict:
     """Evict the file, then load it and run the prompt twice, in this process: what each step costs and brings in.
 
-    {evicted: {before, after, pages, reason}, steps: [{step, ms, minor, major, anon_mb, file_mb}], output_ids}; MB are
-    what the step added to resident memory, None where the system does not say. Raises what the stage raises.
+    {evicted: {before, after, pages, reason}, steps: [{step, ms, minor, major, anon_mb, file_mb}], output_ids}; the last
+    two are MiB that the step added to resident memory, None where the system does not say. Raises what the stage does.
     """
     import numpy as np
 
@@ -148,7 +148,7 @@ def size_mb(job: Job) -> float:
 
 def render(record: dict) -> list:
     """The steps, each with its faults and what came into memory."""
-    rows = show.table("cold", "ms", "minor", "major", "anonymous MB", "file MB")
+    rows = show.table("cold", "ms", "minor", "major", "anonymous MiB", "file MiB")
     for step in record["steps"]:
         grown = ("–" if step[k] is None else f"{step[k]:+,.1f}" for k in ("anon_mb", "file_mb"))
         rows.add_row(step["step"], show.number(step["ms"]), f"{step['minor']:,}", f"{step['major']:,}", *grown)
@@ -156,5 +156,5 @@ def render(record: dict) -> list:
     if evicted["reason"]:
         said = f"Not cold: {evicted['reason']}."
     else:
-        said = f"All {evicted['pages']:,} pages of the file ({record['file_mb']:,.0f} MB) were out of memory at first."
+        said = f"All {evicted['pages']:,} pages of the file ({record['file_mb']:,.0f} MiB) were out of memory at first."
     return [rows, said, show.dim(show.footer(record))]

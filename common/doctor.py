@@ -121,14 +121,14 @@ def memory_checks(machine: Machine) -> Iterator[dict]:
     yield check(
         "memory",
         f"{size(machine.memory)}, {size(free)} free",
-        "under 2 GB is too little for the float stages on larger models: close something" if free < ROOM else None,
+        "under 2 GiB is too little for the float stages on larger models: close something" if free < ROOM else None,
     )
     root = sources.cache_root()
     disk = shutil.disk_usage(next(folder for folder in (root, *root.absolute().parents) if folder.exists())).free
     yield check(
         "disk",
         f"{size(disk)} free for {root}",
-        "under 2 GB is too little for the larger models: free some, or set LESSON_CACHE" if disk < ROOM else None,
+        "under 2 GiB is too little for the larger models: free some, or set LESSON_CACHE" if disk < ROOM else None,
     )
     yield check(
         "cache folder",
@@ -223,6 +223,6 @@ def gpu_check() -> dict:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit that leaves a short number: 512 KB, 32 MB, 7.7 GB."""
-    unit, name = next((u, n) for u, n in ((GB, "GB"), (MB, "MB"), (KB, "KB"), (1, "B")) if nbytes >= u or u == 1)
+    """Bytes in the unit that leaves a short number: 512 KB, 32 MiB, 7.7 GiB, powers of 1024."""
+    unit, name = next((u, n) for u, n in ((GB, "GiB"), (MB, "MiB"), (KB, "KB"), (1, "B")) if nbytes >= u or u == 1)
     return f"{nbytes / unit:.3g} {name}"

@@ -75,7 +75,7 @@ def reason(error: OSError) -> str:
 
 
 def memory(status: str | None = None) -> dict:
-    """MB in memory: peak_mb at most so far, anon_mb and file_mb now (None where the system does not say).
+    """MiB in memory: peak_mb at most so far, anon_mb and file_mb now (None where the system does not say).
 
     status: the text of /proc/self/status, read where it is not given.
     """

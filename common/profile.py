@@ -459,7 +459,7 @@ def render(document: dict) -> list:
     ]:
         rows.add_row(label, f"{faults['minor']:,}", f"{faults['major']:,}")
     of = f", {memory['anon_mb']:,.0f} anonymous and {memory['file_mb']:,.0f} of files now" if memory["anon_mb"] else ""
-    shown += [rows, f"memory: {memory['peak_mb']:,.0f} MB at peak{of}"]
+    shown += [rows, f"memory: {memory['peak_mb']:,.0f} MiB at peak{of}"]
     if document["no_counters"]:
         shown.append(f"IPC: {document['no_counters']}{estimated(document)}.")
     return [*shown, show.dim(show.footer(document))]

@@ -675,7 +675,7 @@ def why_simd(config, T: int, machine: Machine, types: dict | None) -> str:
 def why_kv_cache(config, T: int, machine: Machine, types: dict | None) -> str:
     again = pass_ms("simd", config, T + 1, T + 1, machine, types)
     once = pass_ms("kv_cache", config, 1, T + 1, machine, types)
-    held = kilobytes(sum(float_bytes(config).values()))
+    held = megabytes(sum(float_bytes(config).values()))
     return (
         f"A token after {T} others should come about {again / once:.2g}x sooner: simd computes {T + 1} rows again in "
         f"{milliseconds(again)} ms, kv_cache one row in {milliseconds(once)}, but still reads {held} of weights, "
@@ -700,8 +700,8 @@ def why_quantized(config, T: int, machine: Machine, types: dict | None) -> str:
     if lengths.most_common(1)[0][0] <= 32:
         model, other = " --model tinyllama-shape --layers 2", "blocks of 256, where there is more to win"
     return (
-        f"A token after the prompt should {verdict} here: reading {kilobytes(held)} of blocks instead of "
-        f"{kilobytes(sum(float_bytes(config).values()))} of floats saves "
+        f"A token after the prompt should {verdict} here: reading {megabytes(held)} of blocks instead of "
+        f"{megabytes(sum(float_bytes(config).values()))} of floats saves "
         f"{milliseconds(floats.memory - blocks.memory)} ms, but unpacking takes {milliseconds(blocks.unpacking)}, and "
         f"multiply-adds that load both operands {milliseconds(blocks.arithmetic)} where kv_cache's take "
         f"{milliseconds(floats.arithmetic)}; `lesson compare kv_cache quantized{model}` shows {other}."
@@ -810,8 +810,14 @@ def kept(machine: Machine, lines: int, stride: int) -> str:
     return text + (f" (that stride uses {sets} of L1's {first.sets} sets)" if crowded else "")
 
 
+def megabytes(n: float) -> str:
+    """Bytes of weights, in powers of 1000."""
+    return f"{n / 1e9:.3g} GB" if n >= 1e9 else f"{n / 1e6:.3g} MB"
+
+
 def kilobytes(n: float) -> str:
-    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+    """Bytes of a cache, a page or a stride, in powers of 1024."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KB", 1 << 10)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return f"{n:.0f} B"

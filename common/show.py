@@ -216,7 +216,7 @@ def agreement(found: dict) -> str:
 
 def costs(records: list[dict]) -> Table:
     """What lies outside the clock: loading, compiling, memory, page faults."""
-    rows = table("outside the clock", "load s", "compile s", "peak MB", "minor faults", "major")
+    rows = table("outside the clock", "load s", "compile s", "peak MiB", "minor faults", "major")
     for r in records:
         rows.add_row(
             r["stage"],

@@ -143,7 +143,7 @@ def render(document: dict) -> list:
     shown = []
     for found, file in zip(document["records"], document["files"], strict=True):
         for one in (found, *found["also"]):
-            laid = show.table("shape", "TTFT ms", "ms/token", "spread", "× bound", "peak MB", "NMSE")
+            laid = show.table("shape", "TTFT ms", "ms/token", "spread", "× bound", "peak MiB", "NMSE")
             for r in one["rows"]:
                 metric = "ms_per_token" if r["ms_per_token"] else "ttft_ms"
                 laid.add_row(

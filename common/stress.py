@@ -299,7 +299,7 @@ def one_pass(name: str, calls: list[tuple], kernels: dict) -> dict:
         "tokens": len(kept[0][0]),
         "calls": len(kept),
         "of": len(calls),
-        "weight_mb": size / (1 << 20),
+        "weight_mb": size / 1e6,
         "plain_ms": float(np.median(times["plain"])),
         "stressed": {kind: cost(times["plain"], times[kind]) for kind in runs if kind != "plain"},
     }

@@ -26,7 +26,7 @@ SCALAR = re.compile(r"[1248]\s+bytes?")  # the size of one number
 NAME = re.compile(r"\d+-(?:bytes?|bits?)\b")  # a 32-byte sector: what it is called
 SHAPE = re.compile(r"\d+(?: × \d+)+")
 HEADED = re.compile(
-    r"(?:^|[\s(])(?:[nµm]s|s|[KMGT]B(?:/s)?|bytes|[MGT]FLOP/s|%|×(?!\s*[A-Z])|÷|tokens/s)(?=$|[\s),:;])"
+    r"(?:^|[\s(])(?:[nµm]s|s|[KMGT]i?B(?:/s)?|bytes|[MGT]FLOP/s|%|×(?!\s*[A-Z])|÷|tokens/s)(?=$|[\s),:;])"
 )
 HIDDEN = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`|<!--.*?-->|(?<=\])\([^)\s]*\)|<[^<>\n]+>", re.S | re.M)
 SUM = re.compile(  # 2 + 2 + 16 = 20, in prose or set apart

@@ -141,7 +141,7 @@ def test_sizes_in_words():
     assert [doctor.size(n) for n in (0, 48 << 10, 2 << 20, 93_800_000, 25 << 30)] == [
         "0 B",
         "48 KB",
-        "2 MB",
-        "89.5 MB",
-        "25 GB",
+        "2 MiB",
+        "89.5 MiB",
+        "25 GiB",
     ]

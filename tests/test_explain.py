@@ -297,7 +297,7 @@ def test_a_stress_of_both_passes_is_recorded(tiny, tmp_path, monkeypatch):
     for one in record["passes"]:
         assert (one["calls"], one["of"]) == (7 * L + 1, 7 * L + 1)
         assert list(one["stressed"]) == ["compute", "bytes", "loads"]
-        assert one["weight_mb"] == pytest.approx(sum(weights(job)) / (1 << 20))
+        assert one["weight_mb"] == pytest.approx(sum(weights(job)) / 1e6)
     assert len(list(tmp_path.glob("*/explain/*both*.json"))) == 1
     assert max(map(len, lines(explain.render(record)))) <= 80
 

@@ -285,7 +285,7 @@ def test_the_code_before_it_is_right_but_not_fast_enough():
 
 def test_what_the_step_is_not_about_may_not_be_far_worse():
     wasteful = {"previous": 100.0, "yours": 210.0, "course": 100.0}
-    with pytest.raises(check.CheckError, match="210 peak MB .* 200 will do"):
+    with pytest.raises(check.CheckError, match="210 peak MiB .* 200 will do"):
         check.check(tiling(NAIVE_REWORDED), {}, timing=timing(FAST, wasteful))
 
 

@@ -549,7 +549,7 @@ def test_a_cold_run_is_shown_in_eighty_columns(tiny, monkeypatch):
     text = lines(cold.render(record))
     assert max(map(len, text)) <= 80
     assert "107,314" in text[1] and "+518.8" in text[1]
-    assert "All 24,046 pages of the file (94 MB) were out of memory at first." in text
+    assert "All 24,046 pages of the file (94 MiB) were out of memory at first." in text
     record["evicted"] = {**evicted, "reason": "448 of the file's 24,015 pages stayed in memory"}
     assert any("Not cold: 448" in line for line in lines(cold.render(record)))
 

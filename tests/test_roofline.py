@@ -444,3 +444,8 @@ def test_the_sentence_explains_and_points_to_the_other_answer():
     none = roofline.why(["naive", "tiling"], BIG, 16, even)
     assert "next to nothing" in none and "--model tinyllama-shape --layers 2" in none
     assert "in naive" in roofline.why(["naive", "naive"], BIG, 16, even)
+
+
+def test_weights_count_in_powers_of_1000_and_caches_in_powers_of_1024():
+    assert [roofline.megabytes(n) for n in (98_362_432, 4_131_000_000)] == ["98.4 MB", "4.13 GB"]
+    assert [roofline.kilobytes(n) for n in (64, 6144, 32 * MB, GB)] == ["64 B", "6 KB", "32 MiB", "1 GiB"]
