@@ -6,8 +6,9 @@ Was     packed takes each block apart anew for each token, and uses each registe
 Change  For more than one token, matmul takes a panel apart, 1024 weights of each of sixteen rows, then multiplies it by
         a tile of tokens at a time: their sums fill eight registers, and a register of weights is loaded once for all.
         attention does the same with keys, sixteen positions side by side, and with values.
-Expect  A prompt gains until multiplying binds; one of two or three tokens loses, since a tile is always computed whole.
-        A lone token computes as before, but for attention, which gains the more the longer the text.
+Expect  A prompt gains until multiplying binds; one of two tokens, and mostly of three, loses, since a tile is
+        always computed whole. A lone token computes as before, but for attention, which gains the more the longer the
+        text.
 """
 
 import math
