@@ -163,7 +163,10 @@ def recorded(missing: dict[str, str], previous: dict) -> list[dict]:
                 "shape": best["shape"],
                 **{m: best[m] and best[m]["median"] for m in METRICS},
                 "over_previous": {m: recalled_step(best[m], before and before[m], best["shape"]) for m in METRICS},
-                "recorded": {"machine": record["machine"], "model": record["model"], "file": record["file"]},
+                "recorded": {
+                    **{key: record[key] for key in ("machine", "model", "file")},
+                    "prompt": best["prompt"],
+                },
             }
         found.append({"stage": name, "previous": previous[name], **nothing, **line, "missing": why, "peer": None})
     return found
@@ -187,6 +190,7 @@ def render(document: dict) -> list:
     """The tree as a table, then how far each stage is from the bound."""
     rows, ascii_only = document["rows"], plain(sys.stdout)
     laid = show.table("stage", "TTFT ms", "× prev", "× bound", "ms/token", "× prev", "× bound", "KL")
+    laid.padding = (0, 1, 0, 0)  # a stage stands beside its shape, which leaves one column between numbers
     names = tree({r["stage"]: r["previous"] for r in rows}, ascii_only)
     by_stage = {r["stage"]: r for r in rows}
     for prefix, name in names:
@@ -208,7 +212,7 @@ def line(prefix: str, found: dict, shape: str) -> list[str]:
     if found["missing"] and not found["recorded"]:
         return [label, *["n/a"] * 7]
     if found["shape"] != shape:
-        label += f" {found['shape']}"
+        label += f" {whole_shape(found)}"
     cells = [label + ("*" if found["recorded"] else "")]
     for metric in METRICS:
         step = found["over_previous"][metric]
@@ -219,6 +223,13 @@ def line(prefix: str, found: dict, shape: str) -> list[str]:
             show.number(found["over_bound"][metric]),
         ]
     return [*cells, f"{found['kl']:.0e}" if found["kl"] is not None else "–"]
+
+
+def whole_shape(found: dict) -> str:
+    """A row's shape with the prompt that its TTFT is of: a record's tg32 began with one too."""
+    shape = found["shape"]
+    prompted = found["recorded"] and shape.startswith("tg")
+    return f"pp{found['recorded']['prompt']}+{shape}" if prompted else shape
 
 
 def tree(previous: dict[str, str | None], ascii_only: bool = False) -> list[tuple[str, str]]:
@@ -286,18 +297,29 @@ def notes(document: dict) -> list:
     said = []
     if any(step["shape"] != r["shape"] for r in rows for step in r["over_previous"].values() if step):
         said.append("† against the stage before at its own, smaller shape, where both ran alternately")
+    said += elsewhere([r for r in rows if r["recorded"]])
+    for why in dict.fromkeys(r["missing"] for r in rows if r["missing"] and not r["recorded"]):
+        names = [r["stage"] for r in rows if r["missing"] == why and not r["recorded"]]
+        said.append(f"{', '.join(names)}: n/a, {why}")
     for r in rows:
-        if r["recorded"]:
-            said.append(
-                f"* {r['stage']}: recorded on {r['recorded']['machine']}, {r['recorded']['model']}, not run now"
-            )
-        elif r["missing"]:
-            said.append(f"{r['stage']}: n/a, {r['missing']}")
         if r["passed"] is False:
             said.append(f"{r['stage']} is outside its tolerance: NMSE {r['nmse']:.0e}, {r['tolerance']:.0e} allowed")
         if r["peer"]:
             said.append(peers.told(r["peer"]))
-    flat = [s for s in steps if s["verdict"] == "no measurable change"]
-    said += [f"{s['b']} against {s['a']}: no measurable change on {s['metric']}" for s in flat]
+    for metric, title in zip(METRICS, ("TTFT", "ms/token"), strict=True):
+        flat = [s["b"] for s in steps if (s["verdict"], s.get("metric")) == ("no measurable change", metric)]
+        said += [f"no measurable change of {title}: {', '.join(flat)}"] if flat else []
     shown = document["stages"]
-    return [*said, show.dim(show.footer({**shown[0], "shape": document["shape"]}))] if shown else said
+    return [*said, show.dim(show.footer({**shown[0], "shape": document["shape"]}, "up to "))] if shown else said
+
+
+def elsewhere(rows: list[dict]) -> list[str]:
+    """What the star says: one line for each machine and model, with the stages where there are several such lines."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        places.setdefault((r["recorded"]["machine"], r["recorded"]["model"]), []).append(r["stage"])
+    said = []
+    for (place, model), names in places.items():
+        which = f"{', '.join(names)}: " if len(places) > 1 else ""
+        said.append(f"* {which}recorded on {place}, {model}, not run now")
+    return said

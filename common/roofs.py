@@ -96,7 +96,9 @@ def render(found: dict) -> Iterator[str]:
     else:
         yield curves(Machine.from_json(found["machine"]), ascii=ascii_only)
         yield ""
-        yield f"The least that {found['model']} can take, {found['shape']}, threads: {found['threads']}"
+        yield found["model"]
+        threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+        yield f"The least that {found['shape']} can take, {threads}:"
         yield bounds(found)
 
 

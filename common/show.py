@@ -229,12 +229,12 @@ def costs(records: list[dict]) -> Table:
     return rows
 
 
-def footer(record: dict) -> str:
-    """The machine line: where, on what, and which version of the course."""
+def footer(record: dict, most: str = "") -> str:
+    """The machine line: where, on what, and which version; most: "up to " where not every stage shares its work."""
     model, machine, commit = record["model"], record["machine"], record["commit"]
     layers = (
         "" if model["layers"] == model["file_layers"] else f", first {model['layers']} of {model['file_layers']} layers"
     )
     version = f", commit {commit['sha'][:9]}{' + changes' if commit['dirty'] else ''}" if commit else ""
-    threads = f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
+    threads = f"{most * (record['threads'] > 1)}{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
     return f"{machine['name']}, {threads} · {model['name']} {model['quant']}{layers} · {record['shape']}{version}"

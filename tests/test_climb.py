@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -146,13 +147,36 @@ def test_it_is_drawn_as_a_tree_and_as_bars(document):
     text = shown(climb.render(document))
     assert "naive pp4+tg2" in text
     assert "quantized pp8" not in text
-    assert "recorded on NVIDIA H200" in text
+    assert text.count("recorded on NVIDIA H200") == 1
+    assert re.search(r"cuda pp\d+\+tg\d+\*", text)
     assert "†" in text
     lines = text.splitlines()
     bars = [line for line in lines if "█" in line]
     assert [line.split()[0] for line in bars] == list(CPU)
     assert [line.count("█") for line in bars[:2]] == sorted([line.count("█") for line in bars[:2]], reverse=True)
     assert max(map(len, lines)) <= 80
+
+
+def test_steps_that_change_nothing_take_a_line_a_metric(document):
+    for row in document["rows"]:
+        for step in filter(None, row["over_previous"].values()):
+            step["verdict"] = "no measurable change"
+    lines = [str(line) for line in climb.notes(document)]
+    told = [line for line in lines if "no measurable change" in line]
+    assert [line.partition(":")[0] for line in told] == [f"no measurable change of {m}" for m in ("TTFT", "ms/token")]
+    assert told[0].count("tiling") == 1
+
+
+def test_not_every_stage_of_it_shares_its_work(document):
+    assert "1 thread ·" in str(climb.notes(document)[-1]) and "up to" not in str(climb.notes(document)[-1])
+    document["stages"][0]["threads"] = 2
+    assert "up to 2 threads ·" in str(climb.notes(document)[-1])
+
+
+def test_records_of_two_machines_are_told_apart():
+    rows = [{"stage": s, "recorded": {"machine": m, "model": "x"}} for s, m in (("a", "A"), ("b", "B"), ("c", "A"))]
+    assert climb.elsewhere(rows) == ["* a, c: recorded on A, x, not run now", "* b: recorded on B, x, not run now"]
+    assert climb.elsewhere(rows[:1]) == ["* recorded on A, x, not run now"]
 
 
 def test_a_tenfold_time_is_a_decade_of_the_axis():
