@@ -48,13 +48,30 @@ def _read(path: Path) -> dict:
     return json.loads(path.read_text("utf-8"))
 
 
+def multiply_adds(machine: Path) -> float:
+    """GFLOP/s of a machine's fastest float multiply-adds, in any of its records: an older one may know slower ones.
+
+    machine: its folder of records. Raises KeyError where none measured them.
+    """
+    rates = []
+    for path in machine.glob("*/*.json"):
+        found = _read(path)
+        if isinstance(found, dict):
+            rates += [1e3 * found.get("peak_tflops", {}).get(kind, 0) for kind in ("float32", "float16")]
+            rates.append((found.get("roofs") or {}).get("multiply_add_gflops", 0))
+    if not any(rates):
+        raise KeyError(f"no record in {machine} measured multiply-adds")
+    return max(rates)
+
+
 def scope(text: str, reports: Path) -> dict:
     """What a formula may name.
 
     load(file) reads a record of `reports` or of another folder; of a kernel ladder's record, row, ms, tflops and
     ratio (to cuBLAS) take a rung and a shape, counter a rung and a name. run(stage) and pair(stage, metric) read the
     comparisons that the text itself shows, article(which, name) what the two articles printed, types["Q4_K"] a block's
-    layout, pulled["smollm2"] a model that can be fetched, constant(module, name) a constant of the code.
+    layout, multiply_adds(machine) the highest GFLOP/s of its records, pulled["smollm2"] a model that can be fetched,
+    constant(module, name) a constant of the code.
     """
     load = functools.partial(record, first=reports)
 
@@ -82,6 +99,7 @@ def scope(text: str, reports: Path) -> dict:
         "run": run,
         "pair": pair,
         "article": lambda which, name: record("quoted/articles")[which][name],
+        "multiply_adds": lambda slug: multiply_adds(REPORTS / slug),
         "types": TYPES,
         "pulled": PULLED,
         "constant": lambda module, name: diff.constant(ROOT / f"{module}.py", name),

@@ -26,6 +26,23 @@ def row(ladder: str, stage: str, *shape: int, dtype: str | None = None) -> dict:
     return next(r for r in rows if dtype in (None, r["dtype"]))
 
 
+def test_the_peak_of_multiply_adds_is_the_highest_recorded_and_nothing_beats_it(tmp_path):
+    for name, document in {
+        "llm/old": {"roofs": {"multiply_add_gflops": 600.0}},
+        "llm/none": {"roofs": None},
+        "llm/list": [],
+        "gemm/ladder": {"peak_tflops": {"float32": 0.06, "float16": 0.9, "int8": 1.8}},
+    }.items():
+        path = tmp_path / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(document))
+    assert figures.multiply_adds(tmp_path) == pytest.approx(900.0)
+    with pytest.raises(KeyError):
+        figures.multiply_adds(tmp_path / "llm")
+    peak = figures.multiply_adds(REPORTS)
+    assert 1e3 * max(r["tflops"] for r in record("gemm")["rows"]) < peak
+
+
 def counter(stage: str, name: str) -> float:
     return next(r[name] for r in record("gemm", "counters")["rows"] if r["stage"] == stage)
 
