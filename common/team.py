@@ -31,7 +31,6 @@ PATIENCE_NS = 150_000  # for a chunk that another has claimed, or four times wha
 LEAST_NS = 5_000_000  # alone after a delay, at least
 MOST_NS = 4_000_000_000  # and at most
 WORTH = 16  # delays: help that lasted for less than so many times the delay that ended it was not worth it
-SHARES = 8  # chunks a thread, so that none waits long for the last
 
 # The board: rows of int64, each on two cache lines of its own, since what one thread writes others read.
 TICKET, DONE, JOB, STATE, WORKERS = range(5)  # a worker's row is WORKERS + its number
@@ -120,14 +119,18 @@ release = python_lock("PyThread_release_lock")
 
 
 @njit
-def share(board, function, arguments, units, least):
-    """function(arguments, first, last) over all units, in chunks of at least `least`; returns when all is done."""
+def share(board, function, arguments, units, least, each):
+    """function(arguments, first, last) over all units; returns when all is done.
+
+    It is cut into `each` chunks a thread, or fewer, so that none has fewer units than `least`.
+    """
     workers = len(board) - WORKERS
     began = now() if workers else 0
     if workers == 0 or units <= least or began < board[STATE, ALONE_UNTIL]:
         call(function, arguments, 0, units)
         return
-    chunk = max(least, units // (SHARES * (workers + 1)), units // MASK + 1)  # the last: count must fit its bits
+    chunks = each * (workers + 1)
+    chunk = max(least, (units + chunks - 1) // chunks, units // MASK + 1)  # the last: count must fit its bits
     count = (units + chunk - 1) // chunk
     board[JOB, FUNCTION], board[JOB, ARGUMENTS], board[JOB, UNITS], board[JOB, CHUNK] = (
         function,

@@ -270,7 +270,12 @@ def rounded(x):  # (T, K) -> Input
 
 @njit
 def times(board, x, w, out):  # Input (T, K), (N, K) -> out (T, N)
-    share(board, code(w, out), kept((x, w, out)), strips(w), 1)
+    share(board, code(w, out), kept((x, w, out)), strips(w), 1, each(len(out)))
+
+
+@njit
+def each(T):  # chunks a thread: several even out, but each begins with a wait for memory, long for a lone token's work
+    return 1 if T == 1 else 8
 
 
 @njit
@@ -433,7 +438,7 @@ def rows(T, N):
 
 @njit
 def by_tokens(m, part, arguments, T):
-    share(m.board, m.parts[part], arguments, T, 4)  # fewer are done sooner than shared out
+    share(m.board, m.parts[part], arguments, T, 4, each(T))  # fewer are done sooner than shared out
 
 
 @njit(nogil=True)
@@ -602,13 +607,13 @@ def step(m, ids, start):  # (T,) -> (T, D)
         by_tokens(m, NORMED, kept((x, y, layer.attn_norm, m.eps, h)), T)
         lap(m.clock, NORM)
         pairs = (layer.w_q, q), (layer.w_k, k), (layer.w_v, v)
-        share(m.board, m.parts[PROJECT], kept((h, pairs)), strips(layer.w_q) + 2 * strips(layer.w_k), 1)
+        share(m.board, m.parts[PROJECT], kept((h, pairs)), strips(layer.w_q) + 2 * strips(layer.w_k), 1, each(T))
         lap(m.clock, MATMUL)
         of_heads = q.reshape(T, H, hd), k.reshape(T, G, hd), v.reshape(T, G, hd)
         by_tokens(m, TURNED, kept((*of_heads, keys, values, start, turns)), T)
         lap(m.clock, ROPE)
         looked = kept((of_heads[0], keys, values, start, seen.floats, sums, found))
-        share(m.board, m.parts[LOOK], looked, units(T, end, H, G), 1)
+        share(m.board, m.parts[LOOK], looked, units(T, end, H, G), 1, each(T))
         if T == 1:
             join(sums, found, seen.floats, H // G, hd)
         by_tokens(m, ROUNDED, kept((seen,)), T)
@@ -617,7 +622,9 @@ def step(m, ids, start):  # (T,) -> (T, D)
         lap(m.clock, MATMUL)
         by_tokens(m, NORMED, kept((x, y, layer.ffn_norm, m.eps, h)), T)
         lap(m.clock, NORM)
-        share(m.board, m.parts[GATE], kept((h, layer.w_gate, layer.w_up, gate.floats, up)), strips(layer.w_up), 1)
+        share(
+            m.board, m.parts[GATE], kept((h, layer.w_gate, layer.w_up, gate.floats, up)), strips(layer.w_up), 1, each(T)
+        )
         lap(m.clock, MATMUL)
         by_tokens(m, ROUNDED, kept((gate,)), T)
         lap(m.clock, SILU)

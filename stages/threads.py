@@ -90,8 +90,8 @@ from common.team import Team, share
 
 PREVIOUS = "compiled"
 CHANGES = (
-    "load", "kernels", "parts", "matmul", "share", "times", "code", "strips", "rows", "rope", "attend_alone", "heads",
-    "attention", "vocabulary", "step", "forward", "logits",
+    "load", "kernels", "parts", "matmul", "share", "times", "each", "code", "strips", "rows", "rope", "attend_alone",
+    "heads", "attention", "vocabulary", "step", "forward", "logits",
 )  # fmt: skip
 FUSED = {"dot": "attention", "silu": "gated", "mul": "gated"}
 PHASES = ("embed", "rms_norm", "matmul", "rope", "attention", "silu")
@@ -258,7 +258,12 @@ def rounded(x):  # (T, K) -> Input
 
 @njit
 def times(board, x, w, out):  # Input (T, K), (N, K) -> out (T, N)
-    share(board, code(w, out), kept((x, w, out)), strips(w), 1)
+    share(board, code(w, out), kept((x, w, out)), strips(w), 1, each(len(out)))
+
+
+@njit
+def each(T):  # chunks a thread: several even out, but each begins with a wait for memory, long for a lone token's work
+    return 1 if T == 1 else 8
 
 
 @njit
@@ -421,7 +426,7 @@ def rows(T, N):
 
 @njit
 def by_tokens(m, part, arguments, T):
-    share(m.board, m.parts[part], arguments, T, 4)  # fewer are done sooner than shared out
+    share(m.board, m.parts[part], arguments, T, 4, each(T))  # fewer are done sooner than shared out
 
 
 @njit(nogil=True)
@@ -532,19 +537,21 @@ def step(m, ids, start):  # (T,) -> (T, D)
         by_tokens(m, NORMED, kept((x, y, layer.attn_norm, m.eps, h)), T)
         lap(m.clock, NORM)
         pairs = (layer.w_q, q), (layer.w_k, k), (layer.w_v, v)
-        share(m.board, m.parts[PROJECT], kept((h, pairs)), strips(layer.w_q) + 2 * strips(layer.w_k), 1)
+        share(m.board, m.parts[PROJECT], kept((h, pairs)), strips(layer.w_q) + 2 * strips(layer.w_k), 1, each(T))
         lap(m.clock, MATMUL)
         of_heads = q.reshape(T, H, hd), k.reshape(T, G, hd), v.reshape(T, G, hd)
         by_tokens(m, TURNED, kept((*of_heads, keys[start:end], values[start:end], turns)), T)
         lap(m.clock, ROPE)
-        share(m.board, m.parts[LOOK], kept((of_heads[0], keys[:end], values[:end], start, seen.floats)), H, 1)
+        share(m.board, m.parts[LOOK], kept((of_heads[0], keys[:end], values[:end], start, seen.floats)), H, 1, each(T))
         by_tokens(m, ROUNDED, kept((seen,)), T)
         lap(m.clock, ATTENTION)
         times(m.board, seen, layer.w_o, y)
         lap(m.clock, MATMUL)
         by_tokens(m, NORMED, kept((x, y, layer.ffn_norm, m.eps, h)), T)
         lap(m.clock, NORM)
-        share(m.board, m.parts[GATE], kept((h, layer.w_gate, layer.w_up, gate.floats, up)), strips(layer.w_up), 1)
+        share(
+            m.board, m.parts[GATE], kept((h, layer.w_gate, layer.w_up, gate.floats, up)), strips(layer.w_up), 1, each(T)
+        )
         lap(m.clock, MATMUL)
         by_tokens(m, ROUNDED, kept((gate,)), T)
         lap(m.clock, SILU)

@@ -53,19 +53,21 @@ def body():
 
 
 @njit(nogil=True)
-def jobs(board, function, source, out, times, units, least):
+def jobs(board, function, source, out, times, units, least, each):
     for _ in range(times):
-        share(board, function, kept((source, out)), units, least)
+        share(board, function, kept((source, out)), units, least, each)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize(("units", "least"), [(1, 1), (2, 1), (7, 3), (61, 1), (1000, 4)])
-def test_each_unit_is_done_once_a_job(count, units, least):
+@pytest.mark.parametrize(
+    ("units", "least", "each"), [(1, 1, 8), (2, 1, 1), (7, 3, 8), (61, 1, 1), (61, 1, 8), (1000, 4, 8)]
+)
+def test_each_unit_is_done_once_a_job(count, units, least, each):
     work, source, out = body(), np.arange(1000), np.zeros(1000, np.int64)
     with Team(count, cores(count)) as found:
-        jobs(found.board, work.address, source, out, 200, units, least)
+        jobs(found.board, work.address, source, out, 200, units, least, each)
     once = np.zeros(1000, np.int64)
-    jobs(Team(1).board, work.address, source, once, 1, units, least)
+    jobs(Team(1).board, work.address, source, once, 1, units, least, each)
     assert np.array_equal(out, 200 * once)
     assert once[:units].all()
     assert not once[units:].any()
@@ -86,13 +88,13 @@ def test_the_calling_thread_gets_its_cores_back():
 def test_threads_sleep_when_there_is_no_work_and_wake_for_some():
     work, source, out = body(), np.arange(1000), np.zeros(1000, np.int64)
     found = Team(3, cores(3))
-    jobs(found.board, work.address, source, out, 50, 1000, 1)
+    jobs(found.board, work.address, source, out, 50, 1000, 1, 8)
     time.sleep(0.1)
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.1
     assert all(found.board[WORKERS:, team.PARKED])
-    jobs(found.board, work.address, source, out, 50, 1000, 1)
+    jobs(found.board, work.address, source, out, 50, 1000, 1, 8)
     assert found.board[STATE, STOP] == 0
 
 
@@ -124,7 +126,7 @@ def test_alone_nobody_is_asked():
     work, source, out = body(), np.arange(100), np.zeros(100, np.int64)
     found = Team(2, cores(2))
     found.board[STATE, ALONE_UNTIL] = np.iinfo(np.int64).max
-    jobs(found.board, work.address, source, out, 5, 100, 1)
+    jobs(found.board, work.address, source, out, 5, 100, 1, 8)
     assert found.board[team.TICKET, 0] == 0
     assert out.all()
 
