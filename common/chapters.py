@@ -90,8 +90,7 @@ def compared(path: Path, record: str) -> str:
     document = figures.record(record)
     timed = document["stages"][0]["tokens_timed"] - 1
     token = f"ms/token (mean of {timed})"
-    rows = [f"| | TTFT ms | × | expected × | × bound | verdict | {token} | × | expected × | × bound | verdict |"]
-    rows.append("|---|" + ("---:|" * 4 + "---|") * 2)
+    rows = []
     pairs = {(p["b"], p["metric"]): p for p in document["pairs"]}
     for r in document["stages"]:
         cells = [r["stage"]]
@@ -104,24 +103,22 @@ def compared(path: Path, record: str) -> str:
                 show.times(saw and saw / r["expect"][f"bound_{metric}"]),
                 pair.get("verdict", ""),
             ]
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
+    head = ["", *(h for title in ("TTFT ms", token) for h in (title, "×", "expected ×", "× bound", "verdict"))]
+    ends, kept = ["---", *(["---:"] * 4 + ["---"]) * 2], show.kept(rows)
+    lines = ["| " + " | ".join(row[i] for i in kept) + " |" for row in (head, ends, *rows)]
     told = f"Median of {runs(document)} runs; × is the mean of paired ratios."
-    return "\n".join([*rows, "", f"{show.footer(document['stages'][0])}. {told} {document['why']}"])
+    return "\n".join([*lines, "", f"{show.footer(document['stages'][0])}. {told} {document['why']}"])
 
 
 def costs(path: Path, record: str) -> str:
     """What a comparison's stages cost outside the clock."""
     document = figures.record(record)
-    rows = ["| | load s | compile s | peak MiB | minor faults | major faults | lines |", "|---|" + "---:|" * 6]
+    rows = ["| | load s | peak MiB | minor faults | major faults | lines |", "|---|" + "---:|" * 5]
     for r in document["stages"]:
         faults = r["page_faults"]
         lines = len(source_path(r["stage"]).read_text("utf-8").splitlines())
-        cells = [
-            r["stage"],
-            show.number(r["load_ms"] / 1e3),
-            show.number(r["jit_ms"] / 1e3),
-            f"{r['peak_rss_mb']:,.0f}",
-        ]
+        cells = [r["stage"], show.number(r["load_ms"] / 1e3), f"{r['peak_rss_mb']:,.0f}"]
         rows.append("| " + " | ".join([*cells, f"{faults['minor']:,}", f"{faults['major']:,}", str(lines)]) + " |")
     return "\n".join(rows)
 
@@ -146,7 +143,7 @@ def columns_of(record: str) -> tuple[list[str], dict[str, list[str]], str]:
     """A comparison as columns of the ladder: their titles, each stage's cells, and the machine's line."""
     document = figures.record(record)
     first = document["stages"][0]
-    title = f"{first['model']['name']}, {first['shape']}"
+    title = f"{show.named(first['model']['name'])}, {first['shape']}"
     cells = {
         r["stage"]: [show.number(r[m]["median"]) if r[m] else "–" for m in ("ttft_ms", "ms_per_token")]
         for r in document["stages"]
@@ -161,7 +158,7 @@ def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
         record = figures.record(f"{folder}/{path.stem}")
         if path.stem in LADDER and folder.startswith(f"{record['machine']['slug']}/"):
             cells[path.stem] = [cell(record["rows"], shape) for shape in shapes]
-            model = f"{record['model']['name']} {record['model']['quant']}"
+            model = f"{show.named(record['model']['name'])} {record['model']['quant']}"
             line = f"{record['machine']['name']} · {model} · pp512 is TTFT, tg128 ms a token"
     return [f"{model}: {shape} ms" for shape in shapes], cells, line
 
@@ -181,7 +178,8 @@ def recorded(path: Path, folder: str, *stages: str) -> str:
         cells = [name, *(cell(record["rows"], shape) for shape in SHAPES), show.number(load), show.number(memory)]
         rows.append("| " + " | ".join(cells) + " |")
     machine, model = record["machine"]["name"], record["model"]
-    return "\n".join([*rows, "", f"{machine} · {model['name']} {model['quant']}; pp is TTFT, tg ms a token."])
+    name = f"{show.named(model['name'])} {model['quant']}"
+    return "\n".join([*rows, "", f"{machine} · {name}; pp is TTFT, tg ms a token."])
 
 
 def cell(rows: list[dict], shape: str) -> str:

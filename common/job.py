@@ -1,5 +1,6 @@
 """From what the reader asked for to what every stage is given: a model file, prompt ids, a number of new tokens."""
 
+import math
 import os
 import random
 import re
@@ -226,20 +227,21 @@ def brief(text: str | int) -> str:
 
 
 def quantization(gguf: ModelFile) -> str:
-    """The type most weights are in, 'Q4_K'; the name a mix such as Q4_K_M goes by adds what the file says."""
-    mix = quant_mix(gguf)
+    """The type most weights of its layers are in, 'Q4_K', however many of them run; a mix's own name adds to that."""
+    mix = counted(tensor for layer in gguf.weights.layers for tensor in layer)
     return max(mix, key=mix.get)
 
 
 def quant_mix(gguf: ModelFile) -> dict[str, int]:
     """Weights (elements) by type, for the layers that run."""
+    tensors = []
+    gguf.weights.map(tensors.append)
+    return counted(tensors)
+
+
+def counted(tensors: Iterable) -> dict[str, int]:
+    """Elements by type."""
     mix: dict[str, int] = {}
-
-    def count(tensor):
-        elements = 1
-        for extent in tensor.shape:
-            elements *= extent
-        mix[tensor.type.name] = mix.get(tensor.type.name, 0) + elements
-
-    gguf.weights.map(count)
+    for tensor in tensors:
+        mix[tensor.type.name] = mix.get(tensor.type.name, 0) + math.prod(tensor.shape)
     return mix

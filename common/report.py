@@ -21,8 +21,6 @@ from common.stage import LADDER, PEERS, source_path
 METRICS = {"prompt": "TTFT ms", "token": "ms/token"}
 KEYS = {"prompt": "ttft_ms", "token": "ms_per_token"}  # as records name them
 NO_MACHINE = ("diffs", "quoted")  # folders of reports/ that hold no measurements
-# What a model's file calls itself, and what people call it
-NAMES = {"Smollm2 135M 8k Lc100K Mix1 Ep2": "SmolLM2 135M", "tinyllama shape, random weights": "TinyLlama shape"}
 
 
 class ReportError(Exception):
@@ -230,7 +228,8 @@ def timed(place: Place, row: dict, file: str) -> Run:
 
 def peer(place: Place, document: dict, row: dict, file: str) -> Run:
     """A row of llama-bench, as a run of llama.cpp."""
-    metric, name, threads = "token" if row["new"] else "prompt", named(document["model"]["name"]), document["threads"]
+    name, threads = show.named(document["model"]["name"]), document["threads"]
+    metric = "token" if row["new"] else "prompt"
     prompt = max(1, row["depth"] if row["new"] else row["prompt"])
     work = works(place.sizes.get(name), None, prompt)
     return Run(
@@ -250,22 +249,16 @@ def peer(place: Place, document: dict, row: dict, file: str) -> Run:
 def label(model: dict) -> str:
     """'SmolLM2 135M Q4_1', with the layers where not all of them ran."""
     cut = model.get("layers") != model.get("file_layers")
-    return f"{named(model['name'])} {model['quant']}" + (f", {model['layers']} layers" if cut else "")
+    return f"{show.named(model['name'])} {model['quant']}" + (f", {model['layers']} layers" if cut else "")
 
 
 def known(place: Place, name: str) -> str:
     """The label of a model that a record gives by name alone: that of a run on it, where there is one."""
-    return next((run.model for run in place.runs if run.model.startswith(f"{named(name)} ")), named(name))
+    return next((run.model for run in place.runs if run.model.startswith(f"{show.named(name)} ")), show.named(name))
 
 
 def threaded(stage: str, threads: int) -> str:
     return stage + (f", {threads} threads" if threads > 1 else "")
-
-
-def named(name: str) -> str:
-    for told, short in NAMES.items():
-        name = name.replace(told, short)
-    return name
 
 
 # ---- work and bounds -------------------------------------------------------------------------------------------
@@ -467,8 +460,9 @@ def climb_table(place: Place, model: str) -> list[str]:
     """A model's stages: ms, × the stage before, what that was expected to be, and × the bound, for prompt and token."""
     found = {c.metric: c for c in climbs(place) if c.model == model}
     rows = {(m, run.stage): run for m, c in found.items() for run in c.runs}
-    head = [f"{title} | × before | expected × | × bound" for title in ("TTFT ms", "ms/token")]
-    lines = ["| | shape | " + " | ".join(head) + " |", "|---|---|" + "---:|" * 8]
+    head = ["", "shape", *(h for title in METRICS.values() for h in (title, "× before", "expected ×", "× bound"))]
+    notes = {"": "× before: of runs that took turns", "†": "† of such runs at another shape", "‡": "‡ of two records"}
+    lines, marks = [], set()
     for stage in order([run for _, run in rows.items()]):
         here = {m: rows.get((m, stage)) for m in METRICS}
         cells = [f"*{stage}*" if stage in PEERS else stage, shapes_of(here.values())]
@@ -481,8 +475,17 @@ def climb_table(place: Place, model: str) -> list[str]:
                 show.times(made and made["expected_ratio"]),
                 show.times(run and run.over(metric)),
             ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "× before: of runs that took turns; † of such runs at another shape; ‡ of two records."]
+            marks |= {made["mark"]} if made else set()
+        lines.append(cells)
+    told = "; ".join(note for mark, note in notes.items() if mark in {"", *marks})
+    return [*table(head, lines, 2), *(["", f"{told}."] if marks else [])]
+
+
+def table(head: list[str], rows: list[list[str]], words: int) -> list[str]:
+    """A table in Markdown, without the columns that hold nothing: so many of words, then of numbers."""
+    ends = ["---"] * words + ["---:"] * (len(head) - words)
+    kept = show.kept(rows)
+    return ["| " + " | ".join(row[i] for i in kept) + " |" for row in (head, ends, *rows)]
 
 
 def shapes_of(runs) -> str:
@@ -490,14 +493,17 @@ def shapes_of(runs) -> str:
 
 
 def lost(place: Place) -> list[str]:
-    """A sentence for each step that gained nothing, and for each peer that is ahead of every stage."""
-    found = []
+    """A sentence for each step and shape that took longer, or as long where it should have gained, and for each peer
+    ahead of every stage.
+    """
+    judged: dict[tuple, dict[str, dict]] = {}  # the whole ladder's record before other comparisons
     for pair in place.pairs:
-        if pair["verdict"] in ("slower", "no measurable change") and pair["a"] != pair["b"]:
-            word = f"{show.times(1 / pair['ratio'])} the time" if pair["verdict"] == "slower" else pair["verdict"]
-            what = "TTFT" if pair["metric"] == KEYS["prompt"] else "ms/token"
-            found.append(f"* {pair['b']} against {pair['a']}, {what}, {pair['model']} {pair['at']}: {word}"
-                         + (f"; {pair['reason']}." if pair["reason"] else "."))  # fmt: skip
+        judged.setdefault((pair["b"], pair["a"], pair["model"], pair["at"]), {}).setdefault(pair["metric"], pair)
+    found = []
+    for (b, a, model, at), by_metric in judged.items():
+        losses = [loss(pair) for pair in by_metric.values() if a != b and is_loss(pair)]
+        if losses:
+            found.append(f"* {b} against {a}, {model} {at}: {'. '.join(losses)}.")
     for climb in climbs(place):
         for run in climb.runs:
             ahead = climb.best.over(climb.metric) / run.over(climb.metric)
@@ -506,6 +512,23 @@ def lost(place: Place) -> list[str]:
                 found.append(f"* {climb.best.stage}, the nearest to the bound, takes {show.times(ahead)} as many times "
                              f"the bound as {run.stage}: {what}, {climb.best.at} and {run.at}.")  # fmt: skip
     return list(dict.fromkeys(found))
+
+
+def is_loss(pair: dict) -> bool:
+    """Slower, or no faster where it should have gained more than the 3 % that a comparison can see."""
+    hoped = (pair["expected_ratio"] or 1) > 1.03
+    return pair["verdict"] == "slower" or (pair["verdict"] == "no measurable change" and hoped)
+
+
+def loss(pair: dict) -> str:
+    """'TTFT 1.79× the time before (1.71× to 1.87×): arithmetic decides': its interval, and what decides."""
+    prompt = pair["metric"] == KEYS["prompt"]
+    said = f"{'TTFT' if prompt else 'ms/token'} {show.times(1 / pair['ratio'])} the time before"
+    said += f" ({show.times(1 / pair['high'])} to {show.times(1 / pair['low'])})"
+    if pair["verdict"] != "slower":
+        said += f", where {show.times(1 / pair['expected_ratio'])} was expected"
+    reasons = pair["reason"].split(roofline.AND_TOKEN)
+    return f"{said}: {reasons[0 if prompt else -1]}" if pair["reason"] else said
 
 
 def kernel_rows(place: Place, name: str) -> list[dict]:
@@ -540,11 +563,9 @@ def kernel_table(place: Place, name: str) -> list[str]:
     rows = kernel_rows(place, name)
     unit, factor = kernel_unit(rows)
     baselines = list(dict.fromkeys(b for r in rows for b in r["ratio_to_baseline"]))
-    lines = [f"{shape_text(name, rows[0]['shape'])}.", ""]
-    lines.append(f"| | type | ms | {unit} | % of peak | " + " | ".join(f"× {b}" for b in baselines) + " |")
-    lines.append("|---|---|---:|---:|---:|" + "---:|" * len(baselines))
+    head, lines = ["", "type", "ms", unit, "% of peak", *(f"× {b}" for b in baselines)], []
     for r in rows:
         cells = [r["stage"], r["dtype"], show.number(r["ms"]["median"]), show.number(r["tflops"] * factor)]
         cells += [show.number(r["percent_peak"]), *(show.number(r["ratio_to_baseline"].get(b)) for b in baselines)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        lines.append(cells)
+    return [f"{shape_text(name, rows[0]['shape'])}.", "", *table(head, lines, 2)]

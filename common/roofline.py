@@ -552,11 +552,14 @@ def multiply_adds(config, T: int) -> int:
     return sum(m.count * m.K * m.N * (1 if m.name == "output" else T) for m in matmuls(config))
 
 
+AND_TOKEN = "; for a token after it "  # between what decides a prompt's time and what a token's
+
+
 def limit(stage: str, config, T: int, machine: Machine, types: dict | None = None) -> str:
     """Which of the machine's limits decides the time of a stage's matmuls, for a prompt and for a token after it."""
     if stage not in WALKS:
         prompt, token = (decides(cost_of(stage, config, new, machine, types)) for new in (T, 1))
-        return prompt if stage in CACHELESS else f"{prompt}; for a token after it {token}"
+        return prompt if stage in CACHELESS else f"{prompt}{AND_TOKEN}{token}"
     ns = sum(cost_of(stage, config, T, machine, types)) * 1e6 / multiply_adds(config, T)
     pace = f"{ns:.2g} ns a multiply-add, where a float addition alone takes {machine.fp_add_ns:.2g}"
     if ns <= NEAR_CHAIN * machine.fp_add_ns:

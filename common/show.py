@@ -1,6 +1,7 @@
 """How results look in a terminal: 80 columns, readable without colour."""
 
 import difflib
+import math
 import os
 import re
 import sys
@@ -97,15 +98,22 @@ def verdict(pair: dict) -> Text:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits: 1,712 · 98.3 · 0.482; '–' for None."""
+    """Three significant digits: 1,712 · 98.3 · 0.482, below 0.1 fewer: 0.021 · 0.0002; '–' for None."""
     if value is None or value != value:
         return "–"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    if 0 < abs(value) < 0.0005:
+        digits = -math.floor(math.log10(abs(value)))
     return f"{value:,.{digits}f}{unit}"
 
 
 def times(value: float | None) -> str:
     return "–" if value is None or value != value else f"{number(value)}×"
+
+
+def kept(rows: list) -> list[int]:
+    """The columns of a table that hold something."""
+    return [i for i in range(len(rows[0])) if any(row[i] not in ("", "–") for row in rows)]
 
 
 def table(*columns: str) -> Table:
@@ -229,6 +237,16 @@ def costs(records: list[dict]) -> Table:
     return rows
 
 
+# What a model's file calls itself, and what people call it
+NAMES = {"Smollm2 135M 8k Lc100K Mix1 Ep2": "SmolLM2 135M", "tinyllama shape, random weights": "TinyLlama shape"}
+
+
+def named(name: str) -> str:
+    for told, short in NAMES.items():
+        name = name.replace(told, short)
+    return name
+
+
 def footer(record: dict, most: str = "") -> str:
     """The machine line: where, on what, and which version; most: "up to " where not every stage shares its work."""
     model, machine, commit = record["model"], record["machine"], record["commit"]
@@ -237,4 +255,5 @@ def footer(record: dict, most: str = "") -> str:
     )
     version = f", commit {commit['sha'][:9]}{' + changes' if commit['dirty'] else ''}" if commit else ""
     threads = f"{most * (record['threads'] > 1)}{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
-    return f"{machine['name']}, {threads} · {model['name']} {model['quant']}{layers} · {record['shape']}{version}"
+    name = f"{named(model['name'])} {model['quant']}{layers}"
+    return f"{machine['name']}, {threads} · {name} · {record['shape']}{version}"

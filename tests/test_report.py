@@ -75,12 +75,24 @@ def test_the_bound_of_a_record_without_one_is_what_a_comparison_states(places):
 
 def test_losses_are_told_with_their_reason(one):
     folder, path, document = one
-    pair, run = document["pairs"][0], document["stages"][1]
-    pair |= {"verdict": "slower", "ratio": 0.5}
-    run["expect"]["reason"] = "unpacking decides"
-    path.write_text(json.dumps(document), "utf-8")
-    line = next(line for line in told(folder).splitlines() if line.startswith(f"* {pair['b']} against {pair['a']}"))
-    assert line.endswith("2.00× the time; unpacking decides.")
+    first, second = document["pairs"][:2]
+    run = next(run for run in document["stages"] if run["stage"] == first["b"])
+    run["expect"]["reason"] = "unpacking decides; for a token after it memory decides"
+    document["pairs"] = [first, second]
+
+    def losses(**ends):
+        first.update({"low": 0.4, "high": 0.625, **ends})
+        path.write_text(json.dumps(document), "utf-8")
+        return [line for line in told(folder).splitlines() if line.startswith(f"* {first['b']} against {first['a']}, ")]
+
+    (line,) = losses(verdict="slower", ratio=0.5)
+    assert line.endswith(": TTFT 2.00× the time before (1.60× to 2.50×): unpacking decides.")
+    (line,) = losses(verdict="no measurable change", ratio=1.0, expected_ratio=2.0)
+    assert line.endswith("(1.60× to 2.50×), where 0.500× was expected: unpacking decides.")
+    assert losses(expected_ratio=1.0) == []
+    second |= {**first, "metric": "ms_per_token", "verdict": "slower"}
+    (line,) = losses(verdict="slower")
+    assert "unpacking decides. ms/token" in line and line.endswith("(1.60× to 2.50×): memory decides.")
 
 
 def test_what_has_no_record_is_left_out_with_its_command(one):
