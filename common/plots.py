@@ -3,27 +3,32 @@
 Colours are names ($ink, $stage, …) until a plot is drawn: PALETTE's in pictures, the style sheet's on the page.
 """
 
+import importlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from statistics import fmean
 from types import SimpleNamespace
 from typing import NamedTuple
 
 from common import report, show
 from common.report import METRICS, Climb, Place, Run
+from common.roofline import CACHELESS
 from common.stage import LADDER, PEERS
 
-PALETTE = {"ink": "#23282d", "soft": "#6a6f75", "line": "#d9d6cf", "stage": "#1f5fa8", "peer": "#9a5a12",
-           "bound": "#b3321f", "c0": "#1f5fa8", "c1": "#d08620", "c2": "#2f8f6b", "c3": "#a24a8f", "c4": "#b3321f",
-           "c5": "#5b9bd5", "c6": "#7a7f85", "c7": "#8a8a2b"}  # fmt: skip
-SERIES = [f"$c{i}" for i in range(8)]
+PALETTE = {"ink": "#23282d", "soft": "#6a6f75", "line": "#d9d6cf", "stage": "#1f5fa8", "peer": "#7a7f85",
+           "bound": "#b3321f", "c0": "#1f5fa8", "c1": "#c9791a", "c2": "#2f8f6b", "c3": "#a24a8f", "c4": "#7a5ad6",
+           "c5": "#2c9bc9", "c6": "#8a8a2b"}  # fmt: skip
+SERIES = [f"$c{i}" for i in range(7)]  # none red as a bound is, none grey as what is not ours
+DASHES = ([1, 0], [7, 3], [2, 3])
 WIDTH = 720  # pixels of a picture; on the page a plot takes what room there is
+ROOFLINE = 380  # pixels of its height
 TOKEN, PROMPT = "a token", "the prompt"
 SAID = {"token": TOKEN, "prompt": PROMPT}
 # What is drawn apart, in its colour; a kernel or phase that does several ops counts as the heaviest of them
 OPS = {"matmul": "$c0", "launches, waits": "$c1", "rms_norm": "$c2", "attention": "$c3", "silu": "$c4", "rope": "$c5",
-       "other": "$c6"}  # fmt: skip
+       "other": "$peer"}  # fmt: skip
 HEAVIEST = {"project_in": "matmul", "project_out": "matmul", "gate_up": "matmul", "down": "matmul",
             "vocabulary": "matmul", "look": "attention"}  # fmt: skip
 
@@ -54,7 +59,15 @@ def plots(place: Place) -> list[Plot | Absent]:
         found = [Absent("climb", "The climb: `lesson compare --all` measures the ladder on this machine.")]
     found += [roofline(place), *ops(place), gaps(place), lengths(place)]
     found += [curve(place, "depth"), curve(place, "threads"), prediction(place)]
-    return found + [kernels(place, name) for name in place.kernels]
+    found += [kernels(place, name) for name in place.kernels]
+    return [one if isinstance(one, Absent) else full(one) for one in found]
+
+
+def full(plot: Plot) -> Plot:
+    """Without the columns that hold nothing."""
+    kept = show.kept(plot.rows)
+    columns, *rows = (tuple(row[i] for i in kept) for row in (plot.columns, *plot.rows))
+    return plot._replace(columns=columns, rows=rows)
 
 
 # ---- the pieces that plots are made of -------------------------------------------------------------------------
@@ -90,10 +103,10 @@ def names(values: list[str], field: str = "stage") -> dict:
     return {"field": field, "type": "nominal", "sort": list(dict.fromkeys(values)), "axis": shown}
 
 
-def colour(field: str, values: list[str], title: str | None = None, colours: list[str] | None = None) -> dict:
-    legend = {"title": title, "orient": "top", "columns": 4, "symbolType": "circle"}
-    scale = {"domain": values, "range": (colours or [SERIES[i % len(SERIES)] for i in range(len(values))])}
-    return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
+def told_apart(field: str, values: list[str], looks: list, symbol: str = "circle") -> dict:
+    """Each value's colour or dashes, with a legend above the plot."""
+    legend = {"title": None, "orient": "top", "columns": 4, "symbolType": symbol}
+    return {"field": field, "type": "nominal", "scale": {"domain": values, "range": looks}, "legend": legend}
 
 
 def told(**fields: str) -> list[dict]:
@@ -101,11 +114,17 @@ def told(**fields: str) -> list[dict]:
     return [{"field": field, "title": title.replace("_", " ")} for title, field in fields.items()]
 
 
-def layered(values: list[dict], layers: list[dict], height: int) -> dict:
+def layered(values: list[dict], layers: list[dict], height: int, legend: int = 0, right: int = 5) -> dict:
+    """Of a fixed height, so that a page can leave room before it draws.
+
+    height: px of the plot itself; legend: entries in it; right: px for what is written beyond the axis.
+    """
+    around = 45 + (7 + 16 * math.ceil(legend / 4) if legend else 0)  # px of the axis below and the legend above
     return {
         "width": "container",
-        "height": height,
-        "autosize": {"type": "fit-x", "contains": "padding"},
+        "height": height + around,
+        "padding": {"left": 5, "top": 5, "bottom": 5, "right": right},
+        "autosize": {"type": "fit", "contains": "padding"},
         "data": {"values": values},
         "layer": layers,
     }
@@ -125,12 +144,15 @@ def at(values: Iterable[float], room: float = 1.0) -> list[float]:
     return [low / pad, high * pad * room]
 
 
-def legible(rows: list[dict], field: str, apart: float) -> None:
-    """Mark as `said` the rows that have room for a label: each this many times from the last that has one."""
-    last = 0.0
-    for row in sorted(rows, key=lambda r: r[field]):
-        row["said"] = row[field] > last * apart
-        last = row[field] if row["said"] else last
+def apart(heights: list[float], room: float) -> list[float]:
+    """Where labels go that belong at these heights, ascending: there, or as near as leaves each its room."""
+    groups: list[list[float]] = []
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and fmean(groups[-1]) - fmean(groups[-2]) < room * len(groups[-1] + groups[-2]) / 2:
+            last = groups.pop()
+            groups[-1] += last
+    return [fmean(g) + room * (i - (len(g) - 1) / 2) for g in groups for i in range(len(g))]
 
 
 # ---- the plots -------------------------------------------------------------------------------------------------
@@ -188,42 +210,42 @@ def roofline(place: Place) -> Plot | Absent:
         values.append({"stage": run.stage, "pass": SAID[metric], "intensity": work.intensity, "shape": run.at,
                        "gflops": work.flops / ms / 1e6, "rate": f"{show.number(work.flops / ms / 1e6)} GFLOP/s",
                        "ms": show.number(ms)})  # fmt: skip
-    for what in (TOKEN, PROMPT):
-        legible([v for v in values if v["pass"] == what], "gflops", 1.45)
     nearest, memory = max(gbs for _, gbs in read), read[-1][1]
     across = at([v["intensity"] for v in values] + [rate / memory])
     up = at([v["gflops"] for v in values] + [rate])
-    roofs, ends = [], []
+    room = math.log(up[1] / up[0]) * 14 / ROOFLINE  # of a line of text
+    for what in (TOKEN, PROMPT):
+        mine = sorted((v for v in values if v["pass"] == what), key=lambda v: v["gflops"])
+        for v, height in zip(mine, apart([math.log(v["gflops"]) for v in mine], room), strict=True):
+            v["height"] = math.exp(height)
+    named = {"caches": f"caches {rate_of(nearest, 'B/s')}", "memory": f"memory {rate_of(memory, 'B/s')}",
+             "arithmetic": f"multiply-adds {rate_of(rate, 'FLOP/s')}"}  # fmt: skip
+    roofs = [{"roof": named["arithmetic"], "x": x, "y": rate} for x in (rate / nearest, across[1])]
     for title, gbs in (("caches", nearest), ("memory", memory)):
-        start, corner = max(across[0], up[0] / gbs), rate / gbs
-        roofs += [{"roof": title, "x": start, "y": start * gbs}, {"roof": title, "x": corner, "y": rate}]
-        ends.append({"roof": f"{title} {rate_of(gbs, 'B/s')}", "x": corner, "y": rate})
-    roofs += [{"roof": "arithmetic", "x": x, "y": rate} for x in (rate / nearest, across[1])]
-    near = (start * corner**3) ** 0.25  # where the memory's line has room to its left
-    ends[1] |= {"x": near, "y": near * memory}
-    ends.append({"roof": f"multiply-adds {rate_of(rate, 'FLOP/s')}", "x": across[1], "y": rate})
-    left = "left" if rate / nearest < math.sqrt(across[0] * across[1]) else "right"
+        start = max(across[0], up[0] / gbs)
+        roofs += [{"roof": named[title], "x": x, "y": x * gbs} for x in (start, rate / gbs)]
     below = axis("intensity", "FLOP/byte", domain=across)
     height = axis("gflops", "GFLOP/s", domain=up, form="~s")
-    kinds = colour("pass", [TOKEN, PROMPT], colours=["$c1", "$c0"])
+    kinds = told_apart("pass", [TOKEN, PROMPT], ["$c1", "$c0"])
+    dashes = told_apart("roof", list(named.values()), [[2, 3], [7, 3], [1, 0]], "stroke")
+    dashes["legend"] |= {"columns": 2, "symbolStrokeColor": "$bound"}
     hint = told(stage="stage", of="pass", shape="shape", GFLOP_per_s="rate", ms="ms")
     line = {"x": {"field": "x", "type": "quantitative"}, "y": {"field": "y", "type": "quantitative"}}
-    text = {**line, "text": {"field": "roof"}}
+    text = {"x": below, "y": {"field": "height", "type": "quantitative"}, "text": {"field": "stage"}}
+    right = f"datum.intensity > {math.sqrt(across[0] * across[1])}"
     layers = [
-        mark("line", {**line, "detail": {"field": "roof"}}, color="$bound", strokeWidth=2, values=roofs),
-        mark("text", text, align=left, dy=-9, color="$bound", values=ends[:1]),
-        mark("text", text, align="right", dx=-8, dy=-4, color="$bound", values=ends[1:2]),
-        mark("text", text, align="right", dy=14, color="$bound", values=ends[2:]),
+        mark("line", {**line, "strokeDash": dashes}, color="$bound", strokeWidth=2, values=roofs),
         mark("point", {"x": below, "y": height, "color": kinds, "tooltip": hint}, filled=True, size=90, opacity=1),
-        mark("text", {"x": below, "y": height, "text": {"field": "stage"}}, align="left", dx=9, color="$ink",
-             where="datum.said"),
+        mark("text", text, align="right", dx=-9, color="$ink", where=right),
+        mark("text", text, align="left", dx=9, color="$ink", where=f"!({right})"),
     ]  # fmt: skip
     rows = [(v["stage"], v["pass"], v["shape"], show.number(v["intensity"]), show.number(v["gflops"]), v["ms"])
             for v in values]  # fmt: skip
     caption = (f"{runs[0][1].model}: what each stage makes of the roofs measured on this machine. To the left of the "
                "corner memory decides, to the right arithmetic.")  # fmt: skip
     columns = ("stage", "of", "shape", "FLOP/byte", "GFLOP/s", "ms")
-    return Plot("roofline", "The roofline", caption, layered(values, layers, 380), columns, rows)
+    spec = layered(values, layers, ROOFLINE, legend=10)
+    return Plot("roofline", "The roofline", caption, spec, columns, rows)
 
 
 def rate_of(giga: float, unit: str) -> str:
@@ -261,33 +283,35 @@ def stacked(passes: list[dict], metric: str) -> Plot:
         whole = times[stage].total()
         for op in kept:
             ms = times[stage][op]
+            percent = f"{show.number(100 * ms / whole)} %"
             if ms:
                 values.append({"stage": stage, "op": op, "order": kept.index(op), "share": ms / whole,
-                               "ms": f"{show.number(ms)} ms", "percent": f"{100 * ms / whole:.1f} %"})  # fmt: skip
+                               "ms": f"{show.number(ms)} ms", "percent": percent})  # fmt: skip
     totals = [{"stage": s, "label": f"{show.number(times[s].total())} ms"} for s in stages]
     y = names(stages)
     bars = {
         "y": y,
-        "x": {"field": "share", "type": "quantitative", "stack": "zero", "scale": {"domain": [0, 1.28]},
+        "x": {"field": "share", "type": "quantitative", "stack": "zero", "scale": {"domain": [0, 1]},
               "axis": {"title": "share of the time", "format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1],
                        "grid": False}},
-        "color": colour("op", kept, colours=[OPS[op] for op in kept]),
+        "color": told_apart("op", kept, [OPS[op] for op in kept]),
         "order": {"field": "order", "type": "quantitative"},
         "tooltip": told(stage="stage", op="op", ms="ms", share="percent"),
     }  # fmt: skip
-    text = {"y": y, "x": {"datum": 1.01, "type": "quantitative"}, "text": {"field": "label"}}
+    text = {"y": y, "x": {"datum": 1, "type": "quantitative"}, "text": {"field": "label"}}
     layers = [mark("bar", bars, height={"band": 0.62}),
-              mark("text", text, align="left", dx=4, color="$ink", values=totals)]  # fmt: skip
+              mark("text", text, align="left", dx=8, color="$ink", values=totals)]  # fmt: skip
     what = "a token" if metric == "token" else f"a prompt of {passes[0]['new']} tokens"
-    caption = f"{passes[0]['model']}: where the time of {what} goes; all of it stands at the right. A kernel that does "
-    caption += "several ops counts as the heaviest of them."
+    caption = f"{passes[0]['model']}: where the time of {what} goes; all of it stands at the right."
+    if any(op in HEAVIEST for one in passes for op in one["ms"]):
+        caption += " A kernel that does several ops counts as the heaviest of them."
     if "launches, waits" in kept:
         caption += " “launches, waits” is what passes while no kernel runs."
     alone = [o["stage"] for o in passes if o["alone"]]
     if alone:
         caption += f" Of {', '.join(alone)} the records hold the kernels' time alone."
     rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
-    spec = layered(values, layers, 36 * len(stages))
+    spec = layered(values, layers, 36 * len(stages), legend=len(kept), right=70)
     return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)
 
 
@@ -314,27 +338,33 @@ def gaps(place: Place) -> Plot | Absent:
              fill="$paper"),
     ]  # fmt: skip
     rows = [(v["stage"], v["shape"], *(show.number(v[p]) for p in ("p50", "p90", "p99"))) for v in values]
-    caption = (
-        f"{next(iter(best.values())).model}: the dot is the median wait for the next token, the ring what 99 in 100 "
-    )
-    caption += (
-        "stay below; each tick is one wait, where the record keeps them all. A stage without a cache waits longer "
-    )
-    caption += "with every token."
+    caption = f"{next(iter(best.values())).model}: the dot is the median wait for the next token, the ring what 99 in "
+    caption += "100 stay below." + (" Each tick is one wait." if single else "")
+    if CACHELESS & set(best):
+        caption += " A stage without a cache waits longer with every token."
     columns = ("stage", "shape", "p50 ms", "p90 ms", "p99 ms")
     return Plot("inter-token", "Inter-token latency", caption, layered(values, layers, 34 * len(values)), columns, rows)
 
 
-def lines(name: str, title: str, caption: str, values: list[dict], across: dict, up: str, what: str) -> Plot:
-    """A line a stage through its points, on log axes, and the least bound at each place."""
+def other(stage: str) -> bool:
+    """Whether a line is a peer's."""
+    return stage.partition(",")[0] in PEERS
+
+
+def lines(name: str, title: str, caption: str, note: str, values: list, across: dict, up: str, what: str) -> Plot:
+    """A line a stage through its points, on log axes, and the least bound at each place, of which the note tells."""
     known = report.order([SimpleNamespace(stage=v["stage"].partition(",")[0]) for v in values])
     values = sorted(values, key=lambda v: known.index(v["stage"].partition(",")[0]))
     stages = list(dict.fromkeys(v["stage"] for v in values))
     height = axis("ms", up, domain=at([v[key] for v in values for key in ("ms", "bound")]))
-    colours = ["$peer" if s.startswith(tuple(PEERS)) else SERIES[i % len(SERIES)] for i, s in enumerate(stages)]
-    drawn = {"x": across, "y": height, "color": colour("stage", stages, colours=colours)}
+    ours, theirs = ([s for s in stages if other(s) == them] for them in (False, True))
+    looks = {s: (SERIES[i % len(SERIES)], DASHES[i // len(SERIES) % 3]) for i, s in enumerate(ours)}
+    looks |= {s: ("$peer", DASHES[i % 3]) for i, s in enumerate(theirs)}
+    colours, dashes = ([looks[s][i] for s in stages] for i in range(2))
+    drawn = {"x": across, "y": height, "color": told_apart("stage", stages, colours, "stroke")}
+    dashed = {**drawn, "strokeDash": told_apart("stage", stages, dashes, "stroke")}
     layers = [
-        mark("line", drawn, strokeWidth=2),
+        mark("line", dashed, strokeWidth=2),
         mark("point", {**drawn, "tooltip": told(stage="stage", at="at", ms="told")}, filled=True, size=70, opacity=1),
     ]
     least: dict[float, float] = {}
@@ -345,8 +375,9 @@ def lines(name: str, title: str, caption: str, values: list[dict], across: dict,
         bounds = [{across["field"]: place, "ms": ms} for place, ms in sorted(least.items())]
         line = {"x": across, "y": height}
         layers.insert(0, mark("line", line, color="$bound", strokeDash=[6, 4], strokeWidth=2, values=bounds))
+        caption += " " + note
     rows = [(v["stage"], v["at"], show.number(v["ms"]), show.number(v["bound"])) for v in values]
-    return Plot(name, title, caption, layered(values, layers, 340), ("stage", what, up, "bound ms"), rows)
+    return Plot(name, title, caption, layered(values, layers, 340, len(stages)), ("stage", what, up, "bound ms"), rows)
 
 
 def lengths(place: Place) -> Plot | Absent:
@@ -372,16 +403,16 @@ def lengths(place: Place) -> Plot | Absent:
         if m == model and len(points) > 1
         for T, (ms, bound) in sorted(points.items())
     ]
-    caption = f"{model}: what a prompt takes by its length, and the bound (dashed): flat where memory decides, rising "
-    caption += "where arithmetic does."
+    caption = f"{model}: what a prompt takes by its length."
+    note = "The red line is the bound: flat where memory decides, rising where arithmetic does."
     across = axis("tokens", "tokens in the prompt", domain=at([v["tokens"] for v in values]))
-    return lines("tokens", "Time against prompt length", caption, values, across, "TTFT ms", "tokens")
+    return lines("tokens", "Time against prompt length", caption, note, values, across, "TTFT ms", "tokens")
 
 
-CURVES = {  # by setting: title, the axis, what the caption adds, and which command measures one
+CURVES = {  # by setting: title, the axis, what the caption says of the bound, and which command measures one
     "depth": ("A token's time by what lies before it", "tokens before those that are timed",
-              "Depth 0 stands at 1 on the log axis.", "lesson sweep kv_cache depth=0,512,1024"),
-    "threads": ("A token's time by threads", "threads", "The bound falls as more threads read.",
+              "The red line is the bound.", "lesson sweep kv_cache depth=0,512,1024"),
+    "threads": ("A token's time by threads", "threads", "The red line is the bound: it falls as more threads read.",
                 "lesson sweep quantized threads=1,2"),
 }  # fmt: skip
 
@@ -395,8 +426,9 @@ def curve(place: Place, setting: str) -> Plot | Absent:
     for model, known in found.items():
         several = Counter(stage for stage, _ in known)
         found[model] = {key: v for key, v in known.items() if several[key[0]] > 1}
+    found = {model: known for model, known in found.items() if not all(other(stage) for stage, _ in known)}
     model = max(found, key=lambda m: len(found[m]), default=None)
-    if not model or not found[model]:
+    if not model:
         return Absent(setting, f"ms/token against {setting}: `{command}` measures it.")
     values = [
         {"stage": stage, setting: max(1, value), "at": str(value), "told": f"{show.number(v['ms'])} ms", **v}
@@ -405,8 +437,10 @@ def curve(place: Place, setting: str) -> Plot | Absent:
     across = axis(setting, below, domain=at([v[setting] for v in values]))
     if setting == "threads":
         across["axis"]["values"] = sorted({v[setting] for v in values})
-    caption = f"{model}: ms a token, with the bound dashed. {note}"
-    return lines(setting, title, caption, values, across, "ms/token", setting)
+    caption = f"{model}: ms a token."
+    if setting == "depth" and any(value == 0 for _, value in found[model]):
+        caption += " Depth 0 stands at 1 on the log axis."
+    return lines(setting, title, caption, note, values, across, "ms/token", setting)
 
 
 def points(place: Place, setting: str) -> list[tuple]:
@@ -445,7 +479,7 @@ def prediction(place: Place) -> Plot | Absent:
         axis(key, title, domain=both) for key, title in (("expected", "expected ms"), ("ms", "measured ms"))
     )
     ends = [{"expected": v, "ms": v} for v in both]
-    kinds = colour("of", [TOKEN, PROMPT], colours=["$c1", "$c0"])
+    kinds = told_apart("of", [TOKEN, PROMPT], ["$c1", "$c0"])
     hint = told(stage="stage", of="of", model="model", shape="shape", expected="said", measured="told", ratio="ratio")
     layers = [
         mark("line", {"x": across, "y": height}, color="$bound", strokeDash=[6, 4], values=ends),
@@ -457,7 +491,8 @@ def prediction(place: Place) -> Plot | Absent:
     )
     caption += "shape and machine alone; above, it took longer."
     columns = ("stage", "of", "model", "shape", "expected", "measured", "measured / expected")
-    return Plot("prediction", "Prediction against result", caption, layered(values, layers, 380), columns, rows)
+    spec = layered(values, layers, 380, legend=2)
+    return Plot("prediction", "Prediction against result", caption, spec, columns, rows)
 
 
 def kernels(place: Place, name: str) -> Plot:
@@ -466,7 +501,8 @@ def kernels(place: Place, name: str) -> Plot:
     unit, factor = report.kernel_unit(rows)
     types = list(dict.fromkeys(r["dtype"] for r in rows))
     rungs = report.kernel_rungs(name)
-    rows = [r for r in rows if r["tflops"]]
+    bounds = getattr(importlib.import_module(f"stages.{name}"), "BOUNDS", {})  # which multiply nothing
+    rows = [r for r in rows if r["tflops"] and r["stage"] not in bounds]
     values = []
     for r in rows:
         title = r["stage"] + (f" {r['dtype'].replace('float', 'FP')}" if len(types) > 1 else "")
@@ -489,9 +525,11 @@ def kernels(place: Place, name: str) -> Plot:
         mark("text", text, align="left", dx=-4, dy=-12, color="$ink", where=f"!({far})"),
     ]  # fmt: skip
     shape = report.shape_text(name, rows[0]["shape"])
-    caption = (
-        f"{shape}. The red lines are the measured peaks; brown dots are other libraries, or what a read alone takes."
-    )
+    caption = f"{shape}."
+    if peaks:
+        caption += " The red lines are the measured peaks." if len(peaks) > 1 else " The red line is the measured peak."
+    if any(v["kind"] == "peer" for v in values):
+        caption += " Grey dots are other libraries."
     table = [(v["stage"], v["label"], v["ms"]) for v in values]
     title = f"Kernels: {name}"
     spec = layered(values, layers, 38 * len(values))
@@ -505,15 +543,21 @@ def config() -> dict:
     """How every plot looks."""
     quiet = {"gridColor": "$line", "domainColor": "$line", "tickColor": "$line", "labelColor": "$soft",
              "titleColor": "$soft", "titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 12,
-             "gridOpacity": 0.6, "labelOverlap": "greedy", "labelSeparation": 6}  # fmt: skip
+             "gridOpacity": 0.6, "labelOverlap": "greedy", "labelSeparation": 6, "labelFlush": False}  # fmt: skip
     return {
         "font": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif",
         "background": "transparent",
         "view": {"stroke": None},
         "axis": quiet,
-        "legend": {"labelColor": "$ink", "labelFontSize": 12, "titleColor": "$soft", "offset": 12},
+        "legend": {
+            "labelColor": "$ink",
+            "labelFontSize": 12,
+            "titleColor": "$soft",
+            "offset": 12,
+            "layout": {"top": {"direction": "vertical", "anchor": "start", "margin": 4}},
+        },
         "text": {"fontSize": 12},
-        "tick": {"thickness": 1, "bandSize": 16},
+        "tick": {"thickness": 1, "bandSize": 12},
     }
 
 
