@@ -39,6 +39,7 @@ def page(places: list[Place], drawn: dict[str, list]) -> str:
         "code": {name: highlighted(code_path(name).read_text("utf-8"), "python") for name in names},
         "runs": {place.slug: [run_row(run) for run in place.runs] for place in places},
         "pairs": {place.slug: [pair_row(pair) for pair in place.pairs] for place in places},
+        "climbs": {place.slug: main_shapes(place) for place in places},
         "previous": {name: catalog.entry(name)["previous"] for name in LADDER},
         "kernels": {place.slug: kernel_rows(place) for place in places},
     }
@@ -86,6 +87,12 @@ def pair_row(pair: dict) -> dict:
     keys = ("a", "b", "model", "at", "file", "ratio", "verdict")
     metric = next(m for m, key in report.KEYS.items() if key == pair["metric"])
     return {key: pair[key] for key in keys} | {"metric": metric, "expected": pair["expected_ratio"]}
+
+
+def main_shapes(place: Place) -> dict[str, str]:
+    """By metric 'model, shape' of the climb that the page opens with."""
+    climbs = report.climbs(place)
+    return {c.metric: f"{c.model}, {c.shape}" for c in climbs if c.model == climbs[0].model}
 
 
 def kernel_rows(place: Place) -> list[dict]:
@@ -158,6 +165,8 @@ def groups(places: list[Place]) -> list[dict]:
         steps = [rung for rung in catalog.kernels(name)["rungs"] if code_path(rung).with_suffix(".md").exists()]
         steps = [stage_chapter(rung, places) for rung in steps]
         found.append({"id": f"ladder-{name}", "title": f"Kernels: {name}", "chapters": intro + steps})
+    for group in found:
+        group["wide"] = max(8.5, *(1.5 + 0.58 * len(c["name"]) for c in group["chapters"]), 0)  # rem of its names
     return [group for group in found if group["chapters"]]
 
 
@@ -204,7 +213,7 @@ def markdown(path: Path):
     made = MarkdownIt("commonmark", {"html": True}).enable("table")
 
     def heading(self, tokens, i, options, env):
-        tokens[i].tag = f"h{min(6, int(tokens[i].tag[1]) + 2)}"
+        tokens[i].tag = f"h{min(6, int(tokens[i].tag[1]) + 3)}"
         return self.renderToken(tokens, i, options, env)
 
     def fence(self, tokens, i, options, env):
@@ -242,6 +251,8 @@ def target(path: Path, href: str) -> str | None:
 # ---- pictures --------------------------------------------------------------------------------------------------
 
 STYLE = re.compile(r"<style>(.*?)</style>", re.S)
+# The caption and legend that pictures.drawing ends with
+BELOW = re.compile(r'<text y="\d+">([^<]*)</text>\n<text y="\d+">([^<]*)</text>\n(?=</svg>)')
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{(.*?\})\s*\}", re.S)
 
 
@@ -253,7 +264,11 @@ def picture(path: Path, alt: str) -> str:
     svg = re.sub(r' role="img">', ">", svg, count=1) if svg.count('role="img"') > 1 else svg
     svg = sized(svg)
     styled = "drawn" if "class=" in svg else "plain"
-    return f'<span class="picture {styled}">{svg}</span>'
+    below = BELOW.search(svg)
+    if below:  # words as words, which do not shrink with the picture
+        svg = re.sub(r'(viewBox="\S+ \S+ \S+) (\d+)', lambda m: f"{m[1]} {int(m[2]) - 40}", BELOW.sub("", svg), count=1)
+    words = f"<small>{below[1]}<br>{below[2]}</small>" if below else ""
+    return f'<span class="picture {styled}">{svg}{words}</span>'
 
 
 def sized(svg: str) -> str:

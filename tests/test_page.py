@@ -4,6 +4,9 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import combinations
+from math import dist
+from operator import mul
 
 import pytest
 
@@ -97,6 +100,12 @@ def test_nothing_is_complained_of_and_nothing_sticks_out(opened, places, width, 
         draw_all(page)
         drawn = page.locator(".machine:not([hidden]) .chart svg").count()
         assert drawn == sum(isinstance(p, plots.Plot) for p in plots.plots(place))
+        grown = page.evaluate(
+            """[...document.querySelectorAll(".machine:not([hidden]) .chart")]
+              .filter((e) => e.querySelector("svg").clientHeight !== parseInt(e.style.height))
+              .map((e) => e.dataset.plot)"""
+        )
+        assert grown == []
     page.evaluate("document.querySelectorAll('main details').forEach((d) => { d.open = true; })")
     assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
     outside = page.evaluate(
@@ -123,6 +132,29 @@ def test_dark_follows_the_system_and_the_button(opened):
     assert not dark(page) and page.get_attribute("#theme", "aria-pressed") == "false"
     page.reload()
     assert not dark(page)
+
+
+def lab(red, green, blue):
+    """A colour of sRGB, as lightness and two distances from grey."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red / 255, green / 255, blue / 255)]
+    to_xyz = ((0.4338, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8729))  # over white's own
+    x, y, z = (sum(map(mul, row, linear)) ** (1 / 3) for row in to_xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_two_colours_of_a_plot_are_alike(opened, scheme):
+    names = [name[1:] for name in (*plots.SERIES, "$peer", "$bound")]
+    shown = opened(scheme=scheme).evaluate(
+        """(names) => names.map((name) => {
+          document.body.style.color = `var(--${name})`;
+          return getComputedStyle(document.body).color;
+        })""",
+        names,
+    )
+    colours = [lab(*map(int, re.findall(r"\d+", colour)[:3])) for colour in shown]
+    near = [(a, b) for (a, p), (b, q) in combinations(zip(names, colours, strict=True), 2) if dist(p, q) < 24]
+    assert near == []
 
 
 def test_two_stages_are_chosen_and_their_difference_shown(opened, machines):
@@ -172,6 +204,21 @@ def test_the_numbers_above_two_stages_are_the_records(opened, machines):
             assert pair["verdict"] in told and pair["model"] in told
 
 
+def test_a_comparison_opens_with_the_climb(opened, machines):
+    page, checked = opened(), 0
+    for place in machines:
+        page.select_option("#machine", place.slug)
+        main = report.climbs(place)[0]
+        by_stage = {run.stage: run for run in main.runs if run.at == main.shape}
+        for stage in by_stage:
+            before = catalog.entry(stage)["previous"] if stage in LADDER else None
+            if before in by_stage:
+                choose(page, before, stage)
+                assert f"{main.model}, {main.shape}" in page.inner_text("#numbers .cards")
+                checked += 1
+    assert checked
+
+
 def test_rungs_have_numbers_too(opened, places):
     place, ladder = next((p, name) for p in places for name in p.kernels)
     rows = report.kernel_rows(place, ladder)[:2]
@@ -204,7 +251,7 @@ def test_the_page_follows_its_records(opened, tmp_path):
 
 def test_all_chapters_are_there_and_their_links_lead_somewhere(opened):
     page = opened()
-    titles = page.locator("details.chapter article > h3").all_text_contents()
+    titles = page.locator("details.chapter article > h4").all_text_contents()
     paths = [path for path in chapters.files() if path.name != "README.md" or path.parent != chapters.ROOT]
     assert sorted(titles) == sorted(show.prose(path).lstrip().split("\n")[0].lstrip("# ") for path in paths)
     lost = page.evaluate(
@@ -272,6 +319,25 @@ def test_an_address_opens_a_chapter_or_two_stages(opened, file):
     assert page.locator("#chapter-tiling article").is_visible()
     page.goto(f"{file.as_uri()}#compare=tiling,simd")
     assert page.locator("#diff thead th").all_inner_texts() == ["tiling", "simd"]
+
+
+@pytest.mark.parametrize("width", WIDTHS.values())
+@pytest.mark.parametrize("address", ["chapter-kv_cache", "compare=naive,tiling"])
+def test_an_address_lands_at_its_place(opened, file, width, address):
+    page = opened(width, path=file.parent)  # so that the address is the page's first
+    page.goto(f"{file.as_uri()}#{address}")
+    page.wait_for_timeout(3000)  # ms: plots that come near are drawn
+    assert 0 <= page.evaluate(f"$('{address.partition('=')[0]}').getBoundingClientRect().top") <= 150
+
+
+@pytest.mark.parametrize("width", WIDTHS.values())
+def test_the_contents_lead_to_their_place(opened, width):
+    page = opened(width)
+    if not page.locator("nav a[href='#chapters']").is_visible():
+        page.click("#contents > summary")
+    page.click("nav a[href='#chapters']")
+    page.wait_for_timeout(3000)
+    assert 0 <= page.evaluate("$('chapters').getBoundingClientRect().top") <= 150
 
 
 def test_contents_fold_on_a_phone(opened):

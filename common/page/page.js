@@ -35,7 +35,7 @@ async function draw(chart) {
   chart.dataset.drawn = "yes";
   const options = { mode: "vega-lite", actions: false, renderer: "svg", tooltip: { theme: "custom" }, logLevel: 1 };
   const spec = JSON.stringify(data.plots[chart.dataset.plot]);
-  const room = chart.clientWidth < 480 ? spec.replaceAll('"columns":4', '"columns":2') : spec;  // of a legend
+  const room = chart.clientWidth < 480 ? spec.replaceAll('"columns":2', '"columns":1').replaceAll('"columns":4', '"columns":2') : spec;
   const place = element("div");  // which gets a role and a name of its own
   chart.append(place);
   await vegaEmbed(place, JSON.parse(room), options);
@@ -62,14 +62,14 @@ $("machine").addEventListener("change", showMachine);
 
 function number(v) {  // three significant digits, as lesson's own tables have them
   if (v === null || v === undefined || Number.isNaN(v)) return "–";
-  const size = Math.abs(v), digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3;
+  const size = Math.abs(v), digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : size >= 0.0005 || !size ? 3 : -Math.floor(Math.log10(size));
   return v.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 const times = (v) => (v ? number(v) + "×" : "–");
 const metrics = { prompt: "TTFT", token: "ms/token" };
 
 // Both stages' times wherever one record has both at a shape; of two records only where no record does.
-// [{model, at, metric, a, b, ratio, expected, verdict}], paired runs first.
+// [{model, at, metric, a, b, ratio, expected, verdict}], at the climb's shape first, then paired runs.
 function shared(a, b, machine = $("machine").value) {
   const found = [], mine = (stage) => data.runs[machine].filter((run) => run.stage === stage);
   for (const left of mine(a)) for (const right of mine(b)) {
@@ -86,8 +86,10 @@ function shared(a, b, machine = $("machine").value) {
         together: left.file === right.file, paired: Boolean(pair) });
     }
   }
+  const first = (r) => data.climbs[machine][r.metric] === `${r.model}, ${r.at}`;
   const alone = (r) => !found.some((q) => q.together && q.model === r.model && q.at === r.at && q.metric === r.metric);
-  return found.filter((r) => r.together || alone(r)).sort((p, q) => q.paired - p.paired);
+  return found.filter((r) => r.together || alone(r))
+    .sort((p, q) => first(q) - first(p) || q.paired - p.paired);
 }
 
 function kernels(a, b) {
@@ -218,6 +220,7 @@ function showCode(a, b) {
 function codeCell(name, at, kind, word) {
   const cell = element("td", undefined, { class: `code ${kind}` });
   cell.innerHTML = at === null ? "" : data.code[name][at] || "";
+  cell.style.setProperty("--hang", cell.textContent.search(/\S|$/) + 2);  // a wrapped line goes on right of its start
   if (word && at !== null) cell.prepend(element("span", word, { class: "unseen" }));
   return cell;
 }
