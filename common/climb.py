@@ -198,7 +198,7 @@ def render(document: dict) -> list:
             *line(prefix, by_stage[name], document["shape"]), style="dim" if by_stage[name]["missing"] else None
         )
     return [
-        show.heading(f"{document['model']}, {document['shape']}"),
+        show.heading(f"{show.named(document['model'])}, {document['shape']}"),
         laid,
         "",
         *chart(rows, names),
@@ -321,5 +321,5 @@ def elsewhere(rows: list[dict]) -> list[str]:
     said = []
     for (place, model), names in places.items():
         which = f"{', '.join(names)}: " if len(places) > 1 else ""
-        said.append(f"* {which}recorded on {place}, {model}, not run now")
+        said.append(f"* {which}recorded on {place}, {show.named(model)}, not run now")
     return said

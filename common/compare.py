@@ -294,5 +294,6 @@ def recollection(record: dict) -> list:
         ttft, token = (row[metric] and row[metric]["median"] for metric in ("ttft_ms", "ms_per_token"))
         rate = 1e3 / token if token else row["prompt"] * 1e3 / ttft
         rows.add_row(row["shape"], *map(show.number, (ttft, token, rate)), str(len(row["ttft_ms"]["samples"])))
-    head = f"{record['stage']}, recorded on {record['machine']}: {record['model']} (reports/{record['file']})"
+    model = show.named(record["model"])
+    head = f"{record['stage']}, recorded on {record['machine']}: {model} (reports/{record['file']})"
     return [show.heading(head), rows]

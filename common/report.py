@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import catalog, diff, records, roofline, show, synth
-from common.figures import REPORTS
+from common.figures import REPORTS, multiply_adds
 from common.gguf import TYPES
 from common.machine import curve
 from common.stage import LADDER, PEERS, source_path
@@ -148,7 +148,7 @@ def take(place: Place, path: Path, document: dict) -> None:
         compared(place, document, file)
     elif kind == "llm" and here and "stage" in document and "shape" in document["rows"][0]:
         identify(place, document["machine"], document.get("commit"))
-        place.roofs = gpu_roofs(document["roofs"]) if document.get("roofs") else place.roofs
+        place.roofs = gpu_roofs(document["roofs"], path.parent.parent) if document.get("roofs") else place.roofs
         for block in (document, *document.get("also", ())):
             block = {**block, "stage": document["stage"], "threads": document.get("threads", 1)}
             for row in block["rows"]:
@@ -300,8 +300,8 @@ def bound(place: Place, work: roofline.Work | None, threads: int) -> float | Non
     return max(work.bytes / read, work.flops / place.roofs["flops"]["all" if threads > 1 else "one"]) / 1e6
 
 
-def gpu_roofs(found: dict) -> dict:
-    rate = found["multiply_add_gflops"]
+def gpu_roofs(found: dict, folder: Path) -> dict:
+    rate = multiply_adds(folder)
     return {"read": found["read_gbs"], "read_all": found["read_gbs"], "flops": {"one": rate, "all": rate}, "int8": None}
 
 

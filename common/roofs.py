@@ -96,7 +96,7 @@ def render(found: dict) -> Iterator[str]:
     else:
         yield curves(Machine.from_json(found["machine"]), ascii=ascii_only)
         yield ""
-        yield found["model"]
+        yield show.named(found["model"])
         threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
         yield f"The least that {found['shape']} can take, {threads}:"
         yield bounds(found)
@@ -134,7 +134,7 @@ def tokens_plot(found: dict, ascii: bool = False, width: int = 80) -> str:
     rows = [row.replace("–", "-") for row in rows] if ascii else rows
     return "\n".join(
         [
-            f"{found['stage']}, {found['model']}",
+            f"{found['stage']}, {show.named(found['model'])}",
             f"ms of one pass by its tokens   {dot} measured   {plus} expected   {ring} bound",
             *plot([s for s in series if s], lambda v: f"{v:,.0f}", show.number, width, ascii),
             ridge

@@ -195,5 +195,5 @@ def render(document: dict) -> list:
             show.times(time["median"] / best),
             f"{r['nmse']:.0e}",
         )
-    where = f"{document['stage']}, {document['shape']}, {document['model']}, {document['machine']['name']}"
+    where = f"{document['stage']}, {document['shape']}, {show.named(document['model'])}, {document['machine']['name']}"
     return [rows, *wrong, show.dim(where)]
