@@ -106,6 +106,7 @@ def names(values: list[str], field: str = "stage") -> dict:
 def told_apart(field: str, values: list[str], looks: list, symbol: str = "circle") -> dict:
     """Each value's colour or dashes, with a legend above the plot."""
     legend = {"title": None, "orient": "top", "columns": 4, "symbolType": symbol}
+    legend |= {"symbolSize": 256} if symbol == "stroke" else {}  # px², long enough to show dashes
     return {"field": field, "type": "nominal", "scale": {"domain": values, "range": looks}, "legend": legend}
 
 
@@ -114,16 +115,12 @@ def told(**fields: str) -> list[dict]:
     return [{"field": field, "title": title.replace("_", " ")} for title, field in fields.items()]
 
 
-def layered(values: list[dict], layers: list[dict], height: int, legend: int = 0, right: int = 5) -> dict:
-    """Of a fixed height, so that a page can leave room before it draws.
-
-    height: px of the plot itself; legend: entries in it; right: px for what is written beyond the axis.
-    """
+def layered(values: list[dict], layers: list[dict], height: int, legend: int = 0) -> dict:
+    """Of a fixed height, so that a page can leave room before it draws: px of the plot itself, and entries above it."""
     around = 45 + (7 + 16 * math.ceil(legend / 4) if legend else 0)  # px of the axis below and the legend above
     return {
         "width": "container",
         "height": height + around,
-        "padding": {"left": 5, "top": 5, "bottom": 5, "right": right},
         "autosize": {"type": "fit", "contains": "padding"},
         "data": {"values": values},
         "layer": layers,
@@ -311,7 +308,7 @@ def stacked(passes: list[dict], metric: str) -> Plot:
     if alone:
         caption += f" Of {', '.join(alone)} the records hold the kernels' time alone."
     rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
-    spec = layered(values, layers, 36 * len(stages), legend=len(kept), right=70)
+    spec = layered(values, layers, 36 * len(stages), legend=len(kept))
     return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)
 
 

@@ -141,7 +141,8 @@ function showNumbers(a, b) {
     for (const metric of Object.keys(metrics)) {
       const top = rows.find((r) => r.metric === metric);
       if (!top) continue;
-      const rest = `expected ${times(top.expected)}${top.verdict ? " · " + top.verdict : ""} · ${top.model}, ${top.at}`;
+      const wanted = top.expected && `expected ${times(top.expected)}`;
+      const rest = [wanted, top.verdict, `${top.model}, ${top.at}`].filter(Boolean).join(" · ");
       cards.append(card(metrics[metric], times(top.ratio), `${number(top.a)} → ${number(top.b)} ms`, rest));
     }
     if (rows.length) place.append(cards);
