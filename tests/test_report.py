@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import cli
 from common import chapters, plots, report, show
-from common.figures import REPORTS
+from common.figures import REPORTS, multiply_adds
 
 TIMED = [path for kind in ("compare/*", "llm/*", "*/ladder") for path in REPORTS.glob(f"*/{kind}.json")]
 
@@ -71,6 +71,13 @@ def test_the_bound_of_a_record_without_one_is_what_a_comparison_states(places):
                     assert now == pytest.approx(run.bound[metric], rel=0.1), (run.file, metric)  # roofs of another day
                     checked += 1
     assert checked
+
+
+def test_a_prompt_is_held_against_the_highest_peak_that_any_record_of_its_gpu_measured(places):
+    place = places["nvidia-h200"]
+    run = next(r for r in place.runs if (r.stage, r.shape) == ("cuda", "pp512"))
+    flops = report.works(place.sizes[run.model], None, 512)["prompt"].flops
+    assert run.bound["prompt"] == pytest.approx(flops / multiply_adds(REPORTS / place.slug) / 1e6)
 
 
 def test_losses_are_told_with_their_reason(one):
