@@ -183,10 +183,12 @@ def refused(place: Path, reason: str) -> RecordError:
 
 
 def file_name(runs: list[dict]) -> str:
-    """'naive-tiling-smollm2-135m-q4-1-30-layers-pp9-tg8.json': the stages, the model and the shape."""
+    """'naive-tiling-smollm2-135m-q4-1-30-layers-pp9-tg8.json': stages, model, shape, and threads if several."""
     from common.machine import slug
 
     model = runs[0]["model"]
     stages = [short(r["stage"]) for r in runs]
     words = [*stages, model["name"], model["quant"], f"{model['layers']} layers", runs[0]["shape"]]
+    threads = max(r["threads"] for r in runs)
+    words += [f"{threads} threads"] * (threads > 1)
     return slug(" ".join(words))[:LONGEST] + ".json"

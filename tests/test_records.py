@@ -8,13 +8,15 @@ from common import chapters, records
 from common.stage import FOLDER
 
 
-def run_of(name="A model", stages=("naive",), shape="pp2+tg3"):
-    return [{"stage": s, "model": {"name": name, "quant": "Q4_1", "layers": 30}, "shape": shape} for s in stages]
+def run_of(name="A model", stages=("naive",), shape="pp2+tg3", threads=1):
+    model = {"name": name, "quant": "Q4_1", "layers": 30}
+    return [{"stage": s, "model": model, "shape": shape, "threads": threads} for s in stages]
 
 
 def test_a_records_name_tells_its_stages_model_and_shape():
     found = records.file_name(run_of("SmolLM2 135M", ("naive", "./my/own.py")))
     assert found == "naive-own-smollm2-135m-q4-1-30-layers-pp2-tg3.json"
+    assert records.file_name(run_of(threads=2)) == "naive-a-model-q4-1-30-layers-pp2-tg3-2-threads.json"
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\\u202e" * 100, "A"])
