@@ -144,11 +144,10 @@ def columns_of(record: str) -> tuple[list[str], dict[str, list[str]], str]:
     document = figures.record(record)
     first = document["stages"][0]
     title = f"{show.named(first['model']['name'])}, {first['shape']}"
-    cells = {
-        r["stage"]: [show.number(r[m]["median"]) if r[m] else "–" for m in ("ttft_ms", "ms_per_token")]
-        for r in document["stages"]
-    }
-    return [f"{title}: TTFT ms", f"{title}: ms/token"], cells, show.footer(first)
+    titles = {"ttft_ms": "TTFT ms", "ms_per_token": "ms/token"}
+    kept = [m for m in titles if any(r[m] for r in document["stages"])]  # a slow stage may leave time for one token
+    cells = {r["stage"]: [show.number(r[m]["median"]) if r[m] else "–" for m in kept] for r in document["stages"]}
+    return [f"{title}: {titles[m]}" for m in kept], cells, show.footer(first, "up to ")
 
 
 def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
