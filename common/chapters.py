@@ -85,14 +85,15 @@ def step(path: Path, *names: str) -> str:
     return "```diff\n" + "\n".join(lines) + "\n```"
 
 
-def compared(path: Path, record: str) -> str:
-    """A comparison's table; record is a file under reports/, where * stands for any letters."""
+def compared(path: Path, record: str, *stages: str) -> str:
+    """A comparison's table, of some of its stages or all; record is a file under reports/, * stands for any letters."""
     document = figures.record(record)
     timed = document["stages"][0]["tokens_timed"] - 1
     token = f"ms/token (mean of {timed})"
     rows = []
-    pairs = {(p["b"], p["metric"]): p for p in document["pairs"]}
-    for r in document["stages"]:
+    shown = some(document, stages)
+    pairs = {(p["b"], p["metric"]): p for p in document["pairs"] if p["a"] in [r["stage"] for r in shown]}
+    for r in shown:
         cells = [r["stage"]]
         for metric in ("ttft_ms", "ms_per_token"):
             pair, saw = pairs.get((r["stage"], metric), {}), r[metric] and r[metric]["median"]
@@ -108,14 +109,19 @@ def compared(path: Path, record: str) -> str:
     ends, kept = ["---", *(["---:"] * 4 + ["---"]) * 2], show.kept(rows)
     lines = ["| " + " | ".join(row[i] for i in kept) + " |" for row in (head, ends, *rows)]
     told = f"Median of {runs(document)} runs; × is the mean of paired ratios."
-    return "\n".join([*lines, "", f"{show.footer(document['stages'][0])}. {told} {document['why']}"])
+    why = "" if stages else f" {document['why']}"  # which is of all of them
+    return "\n".join([*lines, "", f"{show.footer(document['stages'][0])}. {told}{why}"])
 
 
-def costs(path: Path, record: str) -> str:
-    """What a comparison's stages cost outside the clock."""
+def some(document: dict, stages: tuple[str, ...]) -> list[dict]:
+    return [r for r in document["stages"] if not stages or r["stage"] in stages]
+
+
+def costs(path: Path, record: str, *stages: str) -> str:
+    """What a comparison's stages, some of them or all, cost outside the clock."""
     document = figures.record(record)
     rows = ["| | load s | peak MiB | minor faults | major faults | lines |", "|---|" + "---:|" * 5]
-    for r in document["stages"]:
+    for r in some(document, stages):
         faults = r["page_faults"]
         lines = len(source_path(r["stage"]).read_text("utf-8").splitlines())
         cells = [r["stage"], show.number(r["load_ms"] / 1e3), f"{r['peak_rss_mb']:,.0f}"]
