@@ -182,8 +182,10 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
     ]
     name = f"climb-{found.metric}" + ("" if found.model == every[0].model else f"-{every.index(found)}")
     what = "a token takes after the prompt" if found.metric == "token" else "a prompt takes to its first token"
-    caption = f"How many times the bound {what}: {found.model}, {found.shape} unless a stage names another shape. The "
-    caption += "bound reads each weight once as the file holds it, or does the arithmetic at the machine's best rate."
+    caption = f"How many times the bound {what}: {found.model}, {found.shape}"
+    caption += " unless a stage names another shape" * any(run.at != found.shape for run in found.runs)
+    caption += ". The bound reads each weight once as the file holds it, or does the arithmetic at the machine's best "
+    caption += "rate."
     columns = ("stage", "shape", f"{METRICS[found.metric]}", "bound ms", "× bound")
     rows = [(r.stage, r.at, show.number(r.ms[found.metric]), show.number(r.bound[found.metric]),
              show.number(r.over(found.metric))) for r in found.runs]  # fmt: skip

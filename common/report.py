@@ -391,8 +391,12 @@ def climbs(place: Place) -> list[Climb]:
 
 def order(runs: list[Run]) -> list[str]:
     """The stages among runs as the ladder has them, then peers, then a reader's own."""
+    return sorted({r.stage for r in runs}, key=lambda s: (order_of(s), s))
+
+
+def order_of(stage: str) -> int:
     known = [*LADDER, *PEERS]
-    return sorted({r.stage for r in runs}, key=lambda s: (known.index(s) if s in known else len(known), s))
+    return known.index(stage) if stage in known else len(known)
 
 
 def at_shape(stage: str, runs: list[Run], shapes: Counter) -> Run:
@@ -501,7 +505,8 @@ def lost(place: Place) -> list[str]:
         judged.setdefault((pair["b"], pair["a"], pair["model"], pair["at"]), {}).setdefault(pair["metric"], pair)
     found = []
     for (b, a, model, at), by_metric in judged.items():
-        losses = [loss(pair) for pair in by_metric.values() if a != b and is_loss(pair)]
+        climbs_on = b not in PEERS and order_of(a) < order_of(b)  # a step, if over several stages
+        losses = [loss(pair) for pair in by_metric.values() if climbs_on and is_loss(pair)]
         if losses:
             found.append(f"* {b} against {a}, {model} {at}: {'. '.join(losses)}.")
     for climb in climbs(place):

@@ -99,6 +99,9 @@ def test_losses_are_told_with_their_reason(one):
     (line,) = losses(verdict="no measurable change", ratio=1.0, expected_ratio=2.0)
     assert line.endswith("(1.60× to 2.50×), where 0.500× was expected: unpacking decides.")
     assert losses(expected_ratio=1.0) == []
+    first |= {"a": first["b"], "b": first["a"]}
+    assert losses(verdict="slower") == []  # the step before lost, as it should
+    first |= {"a": first["b"], "b": first["a"]}
     second |= {**first, "metric": "ms_per_token", "verdict": "slower"}
     (line,) = losses(verdict="slower")
     assert "unpacking decides. ms/token" in line and line.endswith("(1.60× to 2.50×): memory decides.")
