@@ -308,7 +308,7 @@ def stacked(passes: list[dict], metric: str) -> Plot:
         caption += " “launches, waits” is what passes while no kernel runs."
     alone = [o["stage"] for o in passes if o["alone"]]
     if alone:
-        caption += f" Of {', '.join(alone)} the records hold the kernels' time alone."
+        caption += f" Of {', '.join(alone)} the records hold kernels timed one by one, which overlap in a run."
     rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
     spec = layered(values, layers, 36 * len(stages), legend=len(kept))
     return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)

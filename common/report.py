@@ -190,7 +190,7 @@ def compared(place: Place, document: dict, file: str) -> None:
 def identify(place: Place, machine: dict, commit: dict | None) -> None:
     """Name the machine, and what its records say of it, each thing once."""
     place.name = place.name or machine["name"]
-    told = [f"{machine['cores']} cores, {machine['memory'] / 2**30:,.0f} GB"] if machine.get("memory") else []
+    told = [f"{machine['cores']} cores, {machine['memory'] / 2**30:,.0f} GiB"] if machine.get("memory") else []
     told += [machine[key] for key in ("os", "nvidia_smi") if machine.get(key)]
     place.about += [t for t in told if t not in place.about]
     place.versions |= machine.get("versions", {})
