@@ -185,7 +185,8 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
     caption = f"How many times the bound {what}: {found.model}, {found.shape}"
     caption += " unless a stage names another shape" * any(run.at != found.shape for run in found.runs)
     caption += ". The bound reads each weight once as the file holds it, or does the arithmetic at the machine's best "
-    caption += "rate."
+    below = any((run.over(found.metric) or 1) < 1 for run in found.runs)
+    caption += "rate for floats" + "; 8-bit integers may go below it" * below + "."
     columns = ("stage", "shape", f"{METRICS[found.metric]}", "bound ms", "× bound")
     rows = [(r.stage, r.at, show.number(r.ms[found.metric]), show.number(r.bound[found.metric]),
              show.number(r.over(found.metric))) for r in found.runs]  # fmt: skip
@@ -403,7 +404,8 @@ def lengths(place: Place) -> Plot | Absent:
         for T, (ms, bound) in sorted(points.items())
     ]
     caption = f"{model}: what a prompt takes by its length."
-    note = "The red line is the bound: flat where memory decides, rising where arithmetic does."
+    below = any(v["bound"] and v["ms"] < v["bound"] for v in values)
+    note = "The red line is the bound" + "; 8-bit integers may go below it." * below + "." * (not below)
     across = axis("tokens", "tokens in the prompt", domain=at([v["tokens"] for v in values]))
     return lines("tokens", "Time against prompt length", caption, note, values, across, "TTFT ms", "tokens")
 

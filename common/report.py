@@ -503,10 +503,15 @@ def lost(place: Place) -> list[str]:
     judged: dict[tuple, dict[str, dict]] = {}  # the whole ladder's record before other comparisons
     for pair in place.pairs:
         judged.setdefault((pair["b"], pair["a"], pair["model"], pair["at"]), {}).setdefault(pair["metric"], pair)
+    gained = {(p["b"], p["a"], p["model"], p["metric"]) for p in place.pairs if p["verdict"] == "faster"}
     found = []
     for (b, a, model, at), by_metric in judged.items():
         climbs_on = b not in PEERS and order_of(a) < order_of(b)  # a step, if over several stages
-        losses = [loss(pair) for pair in by_metric.values() if climbs_on and is_loss(pair)]
+        losses = [
+            loss(pair)
+            for metric, pair in by_metric.items()
+            if climbs_on and is_loss(pair, seen_to_gain=(b, a, model, metric) in gained)
+        ]
         if losses:
             found.append(f"* {b} against {a}, {model} {at}: {'. '.join(losses)}.")
     for climb in climbs(place):
@@ -519,9 +524,9 @@ def lost(place: Place) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def is_loss(pair: dict) -> bool:
-    """Slower, or no faster where it should have gained more than the 3 % that a comparison can see."""
-    hoped = (pair["expected_ratio"] or 1) > 1.03
+def is_loss(pair: dict, seen_to_gain: bool = False) -> bool:
+    """Slower, or never seen to gain where it should have gained more than the 3 % that a comparison can see."""
+    hoped = (pair["expected_ratio"] or 1) > 1.03 and not seen_to_gain
     return pair["verdict"] == "slower" or (pair["verdict"] == "no measurable change" and hoped)
 
 
