@@ -93,7 +93,7 @@ def address(context, builder, array_type, array, index, lanes):
 
 @intrinsic
 def load_lanes(typing, array, index):
-    """Sixteen neighbours from array[index] on, along the last axis (which must be contiguous)."""
+    """Sixteen neighbours from array[index] on along the last, contiguous axis; of a matrix load_lanes(w, (k, n))."""
     lanes = Lanes(array.dtype)
 
     def code(context, builder, signature, args):

@@ -340,7 +340,6 @@ def offer(module: str):
             return f"  {name}: {it.func.__name__} with {', '.join(f'{k}={v!r}' for k, v in it.keywords.items())}"
         it = getattr(it, "py_func", getattr(it, "_defn", it))
         told = (getattr(it, "__doc__", None) or "").strip() if callable(it) else f"{it!r}"
-        told += " Of a matrix w: load_lanes(w, (k, n))." if name == "load_lanes" else ""
         return f"  {name}: {' '.join(told.split())}" if told else f"  {name}"
 
     return line

@@ -82,6 +82,20 @@ def test_a_prompt_is_held_against_the_highest_peak_that_any_record_of_its_gpu_me
     assert run.bound["prompt"] == pytest.approx(flops / multiply_adds(REPORTS / place.slug) / 1e6)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "expected", "elsewhere", "is_one"),
+    [
+        ("slower", 1.0, True, True),
+        ("no measurable change", 1.5, False, True),
+        ("no measurable change", 1.5, True, False),
+        ("no measurable change", 1.0, False, False),
+        ("faster", 1.5, False, False),
+    ],
+)
+def test_a_step_that_gained_at_another_shape_is_no_loss_unless_it_is_slower(verdict, expected, elsewhere, is_one):
+    assert report.is_loss({"verdict": verdict, "expected_ratio": expected}, elsewhere) == is_one
+
+
 def test_losses_are_told_with_their_reason(one):
     folder, path, document = one
     first, second = document["pairs"][:2]
