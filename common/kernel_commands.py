@@ -169,7 +169,7 @@ def taken(rungs, names: list[str], dtypes: list[str], shape, budget_s: float) ->
         kl.timed(rungs, of_type, {key: samples[dtype, key] for key in of_type if (dtype, key) in samples}, roof, floor)
         done |= {(dtype, key): row for key, row in of_type.items()}
     for key, call in ready.items():
-        rows[key]["peak_mb"] = here.peak_mb(call)
+        rows[key] |= here.memory(call)
     slots = [(dtype, i) for i, dtype in enumerate(dtypes)]
     return {
         "stages": [done[slot] for slot in slots],

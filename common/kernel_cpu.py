@@ -56,15 +56,15 @@ def launch_ms() -> float:
     return statistics.median(once(lambda: nothing(x, x)) for _ in range(50))
 
 
-def peak_mb(call) -> float | None:
-    """The most memory that the process held during a call, in MB; None where the system does not tell."""
+def memory(call) -> dict[str, float | None]:
+    """peak_mb: the most memory that the process held during a call, in MB; None where the system does not tell."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # begin the high-water mark anew
         call()
         status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 1e3
+        return {"peak_mb": int(status.split("VmHWM:")[1].split()[0]) / 1e3}
     except (OSError, IndexError):
-        return None
+        return {"peak_mb": None}
 
 
 def name() -> str:

@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import statistics
 import subprocess
+import sys
 
 from common.cuda import CUDAError, Program, processors
 
@@ -138,14 +139,33 @@ def peaks(dtypes) -> dict[str, float | None]:
     return {dtype: measured[dtype]() for dtype in measured if dtype in dtypes}
 
 
-def peak_mb(call) -> float:
-    """Device memory that the pool took for a call, its operands included, in MB."""
+def memory(call) -> dict[str, float]:
+    """MB of device memory of a bound call (functools.partial), by CuPy's and PyTorch's allocators.
+
+    peak_mb is the most that was in use, operands included; beyond_mb what of it was neither operand nor result.
+    """
     import cupy
 
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    call()
-    return (pool.total_bytes() - _flush_buffer().nbytes) / 1e6
+    class Held(cupy.cuda.MemoryHook):
+        name, now, most = "held", 0, 0
+
+        def malloc_postprocess(self, **kwargs):
+            self.now += kwargs["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **kwargs):
+            self.now -= kwargs["mem_size"]
+
+    torch = sys.modules.get("torch")
+    if torch:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with Held() as held:
+        result = call()
+    taken = held.most + (torch.cuda.max_memory_allocated() - before if torch else 0)
+    result = result if isinstance(result, tuple) else (result,)
+    operands, results = (sum(getattr(a, "nbytes", 0) for a in arrays) for arrays in (call.args, result))
+    return {"peak_mb": (operands + taken) / 1e6, "beyond_mb": (taken - results) / 1e6}
 
 
 def launch_ms() -> float:

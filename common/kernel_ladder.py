@@ -221,6 +221,8 @@ def measure(rungs, shape, dtype: str, roof: dict, floor_ms: float, budget_ms: fl
     calls = {stage: entry(rungs, stage) for stage in stages if stage not in slow} | rungs.BASELINES
     rows, ready = judged(rungs, calls, shape, dtype)
     samples = interleaved(device(rungs).once, ready, budget_ms)
+    for name, call in ready.items():
+        rows[name] |= device(rungs).memory(call)
     left_out = [
         {"stage": s, "dtype": dtype, "shape": shape, "right": None, "absent": "too slow to run here"}
         for s in stages

@@ -1,5 +1,6 @@
 """The attention ladder on a GPU: every rung against float64 on shapes that no tile divides, and planted faults."""
 
+import functools
 import itertools
 
 import pytest
@@ -66,19 +67,17 @@ def test_the_baselines_are_right_where_they_take_the_shape():
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(gpu):  # noqa: F811
-    """Beyond inputs and outputs, the log-sum-exp included, at most 1 MB."""
-    from common.kernel_gpu import once
+    """Beyond inputs and outputs, the log-sum-exp included, at most 1 MB; the first rung keeps every score."""
+    from common.kernel_gpu import memory, once
 
-    pool = gpu.get_default_memory_pool()
-    for stage in [stage for stage in attention.STAGES if stage != "naive"]:
-        for n in (1000, 4000):
-            shape = Shape(1, 8, 8, n, n, 64)
-            operands, call = attention.inputs(shape, "float16", 0), kl.entry(attention, stage)
-            once(lambda call=call, operands=operands: call(*operands))  # compiled before
-            pool.free_all_blocks()
-            before = pool.total_bytes()
-            kept = call(*operands)
-            assert pool.total_bytes() - before <= sum(a.nbytes for a in kept) + 2**20
+    for stage, n in itertools.product(attention.STAGES, (1000, 4000)):
+        operands = attention.inputs(Shape(1, 8, 8, n, n, 64), "float16", 0)
+        call = functools.partial(kl.entry(attention, stage), *operands)
+        once(call)  # compiled before
+        found, scores = memory(call), 4 * 8 * n * n / 1e6
+        assert found["peak_mb"] > sum(a.nbytes for a in operands[:3]) / 1e6
+        assert (found["beyond_mb"] <= 1) != (stage == "naive"), stage
+        assert stage != "naive" or found["beyond_mb"] == pytest.approx(scores, rel=0.01)
 
 
 @pytest.mark.parametrize(
