@@ -1,12 +1,16 @@
 """The record of one stage on a GPU's host: `python -m common.gpu_ladder cuda --model FILE --save DIR`.
 
 Loads once, then times every shape in this process, waits for the GPU before each reading of the clock, and checks the
-answers against the oracle. A CPU stage is recorded likewise, at shapes that fit the time.
+answers against the oracle; with --processes it does so in several fresh ones. A CPU stage is recorded likewise, at
+shapes that fit the time.
 """
 
 import argparse
 import hashlib
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +25,7 @@ CONTEXT = 1200  # positions allocated: the deepest shape's
 CHECKED = 9  # tokens whose logits are held against the oracle
 # shape -> samples: what GPU stages are timed at, and what CPU stages and offload's attention leave time for.
 SHAPES = {"pp16": 7, "pp64": 5, "pp512": 3, "tg32": 3, "tg128": 3, "tg128@d1024": 1}
-SLOW_SHAPES = {"pp16": 5, "pp64": 3, "tg32": 3, "tg128": 1, "pp512": 1, "tg8@d1024": 1}
+SLOW_SHAPES = {"pp16": 5, "pp64": 3, "tg32": 5, "tg128": 3, "pp512": 3, "tg8@d1024": 1}
 CPU_SHAPES = {"pp16+tg8": 3}
 PROFILED = (16, 64, 512)  # tokens of a prompt, each with four tokens after it; offload's last takes the CPU too long
 
@@ -233,6 +237,23 @@ def record(name: str, path: str, threads: int, predicted: dict | None) -> dict:
     return found
 
 
+def several(name: str, options) -> dict:
+    """The record of the first of several fresh processes, with the rows' samples one of each process: its median."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.processes):
+            again = [name, "--model", options.model, "--threads", str(options.threads), "--save", folder]
+            subprocess.run([sys.executable, "-m", "common.gpu_ladder", *again], check=True)
+            found.append(json.loads((Path(folder) / f"{name}.json").read_text()))
+    for rows in zip(*(one["rows"] for one in found), strict=True):
+        for metric in ("ttft_ms", "ms_per_token"):
+            if rows[0][metric]:
+                rows[0][metric] = summary([one[metric]["median"] for one in rows])
+    first = found[0] | {"processes": len(found)}
+    first["ms"] = {one["shape"]: (one["ms_per_token"] or one["ttft_ms"])["median"] for one in first["rows"]}
+    return first
+
+
 # ---- what each stage was expected to take, from the records of the stage before --------------------------------
 
 MATMULS = 155  # of a step of TinyLlama's shape: seven a layer, and the logits
@@ -291,12 +312,16 @@ def main(arguments=None) -> None:
     parser.add_argument("stages", nargs="+")
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="fresh ones, each a sample of every row")
     parser.add_argument("--predicted", type=Path, help="JSON: stage -> what was predicted before the run")
     parser.add_argument("--save", type=Path, required=True)
     options = parser.parse_args(arguments)
     predicted = json.loads(options.predicted.read_text()) if options.predicted else {}
     for name in options.stages:
-        found = record(name, options.model, options.threads, predicted.get(name))
+        if options.processes > 1:
+            found = several(name, options) | {"predicted": predicted.get(name)}
+        else:
+            found = record(name, options.model, options.threads, predicted.get(name))
         records.save(found, options.save / f"{name}.json")
         print(name, {shape: round(ms, 2) for shape, ms in found["ms"].items()}, found["agreement"]["nmse"], flush=True)
 

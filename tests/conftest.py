@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from common import sources, synth
 from common.team import confine, granted
@@ -35,6 +34,8 @@ def all_cores():
 @pytest.fixture(scope="session")
 def browser():
     """Headless Chromium: the system's, or the one that `playwright install chromium` fetches."""
+    from playwright.sync_api import sync_playwright  # not on a machine that is there for its GPU
+
     options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with sync_playwright() as tool:
         path = next(filter(None, map(shutil.which, BROWSERS)), tool.chromium.executable_path)
