@@ -120,15 +120,14 @@ def verdict(out, exact, size, rounding: float, sums: float, tiny: float, nmse: f
 
 
 def check(rungs, stage: str, shape, dtype: str, seed: int = 0) -> dict:
-    """One rung on random data of one shape, against the ladder's oracle."""
-    operands = rungs.inputs(shape, dtype, seed)
+    """One rung on random data of one shape, against the ladder's oracle; `right` is None where it does not run here."""
+    operands, row = rungs.inputs(shape, dtype, seed), {"stage": stage, "dtype": dtype, "shape": shape}
     poison(rungs, shape)
-    return {
-        "stage": stage,
-        "dtype": dtype,
-        "shape": shape,
-        **judge(rungs, entry(rungs, stage)(*operands), *rungs.oracle(*operands), dtype),
-    }
+    try:
+        out = entry(rungs, stage)(*operands)
+    except NotImplementedError as error:
+        return row | {"right": None, "absent": str(error)}
+    return row | judge(rungs, out, *rungs.oracle(*operands), dtype)
 
 
 def interleaved(once, calls: dict, budget_ms: float, most: int = 30) -> dict[str, list[float]]:
@@ -151,7 +150,8 @@ def source_digest(rungs, stage: str) -> str:
     """
     path = Path(stage) if stage.endswith(".py") else Path(rungs.__file__).parent / f"{stage}.py"
     if getattr(rungs, "DEVICE", "gpu") == "cpu":
-        compiled = "\n".join(d.text for d in diff.definitions(path.read_text("utf-8")).values())
+        found = diff.definitions(path.read_text("utf-8"))
+        compiled = "\n".join(d.text for name, d in found.items() if not name.startswith("SOURCE"))
     else:
         found = module(rungs, stage)
         compiled = f"{found.SOURCE}{found.OPTIONS}" if hasattr(found, "SOURCE") else path.read_text("utf-8")
@@ -369,7 +369,7 @@ def measured(rungs, name: str, budget_ms: float, limit_ms: float) -> dict:
         for stage, dtypes in rungs.STAGES.items()
         for dtype in dtypes
     ]
-    wrong = [row for row in odd if not row["right"]]
+    wrong = [row for row in odd if row["right"] is False]
     for row in wrong:
         print(f"wrong: {row}", file=sys.stderr)
     print(f"odd shapes: {len(odd) - len(wrong)} of {len(odd)} right", flush=True)

@@ -1,0 +1,224 @@
+"""A rung's layers in a whole model: `python -m stages.int8._model --save DIR` writes what rounding costs SmolLM2.
+
+The model is unpacked to floats, then rounded: the blocks of its file play no part. Calibration sees the end of the
+text, figures are of its beginning. Everything is compared with the same stage in FP32, along the stage's own path.
+"""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from common import calibration, quality, sources
+from common.calibration import OUTPUT, Quantized
+from common.model import open_model
+from common.stage import load_stage
+from common.tokenizer import Tokenizer
+
+STAGE = "kv_cache"  # the last whose forward is plain Python on floats
+TOKENS = quality.TOKENS  # of the text that are scored; those after them calibrate
+NEW = 32  # tokens of each greedy output
+PROMPTS = (
+    "Once upon a time, there was a little",
+    "The capital of France is",
+    "Water boils when",
+    "The three primary colours are",
+    "To make a cup of tea, first",
+    "In the year 1969, two men",
+    "A triangle has three sides, and a square",
+    "The opposite of hot is",
+    "My favourite season is autumn because",
+    "The dog ran across the field and",
+    "Computers store numbers as",
+    "If it rains tomorrow, we will",
+    "The largest planet of the solar system is",
+    "She opened the letter and read:",
+    "A good friend is someone who",
+)
+PLANTED = 6  # channels of each norm that the rescaling makes loud
+FACTOR = 30  # how much louder
+READERS = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")  # the matrices that read a norm of their layer
+
+
+def opened(path):
+    """(the model in floats, its tokenizer, windows that are scored, windows that calibrate)."""
+    gguf = open_model(path)
+    tokenizer = Tokenizer.from_gguf(gguf.gguf)
+    ids = tokenizer.encode(quality.TEXT.read_text("utf-8"), bos=False)
+    cut = [ids[i : i + quality.WINDOW] for i in range(0, len(ids), quality.WINDOW)]
+    model = load_stage(STAGE).load(gguf, quality.WINDOW, 1)
+    return model, tokenizer, cut[: TOKENS // quality.WINDOW], cut[TOKENS // quality.WINDOW :]
+
+
+def rounded(model, rung: str, seen: dict, skip=lambda name: False):
+    """The model with every matrix rounded by a rung of this ladder, but for those that `skip` names."""
+    module = importlib.import_module(f"stages.int8.{rung}")
+
+    def make(name, w):
+        if skip(name):
+            return None
+        nothing = np.zeros(w.shape[1], np.float32)  # these layers have no b
+        return Quantized(module.multiply, module.quantize(np.ascontiguousarray(w.T), nothing, seen[name]))
+
+    return calibration.quantized(model, make)
+
+
+def plant(model, seed: int = 0):
+    """The same function with loud channels: a norm's weight times FACTOR, the weights that read it divided by it."""
+    draw, layers = np.random.default_rng(seed), []
+    for layer in model.weights.layers:
+        for norm, readers in (("attn_norm", ("w_q", "w_k", "w_v")), ("ffn_norm", ("w_gate", "w_up"))):
+            scale = np.ones(len(getattr(layer, norm)), np.float32)
+            scale[draw.choice(len(scale), PLANTED, replace=False)] = FACTOR
+            layer = layer._replace(
+                **{norm: getattr(layer, norm) * scale},
+                **{name: getattr(layer, name) / scale[:, None] for name in readers},
+            )
+        layers.append(layer)
+    return model._replace(weights=model.weights._replace(layers=tuple(layers)))
+
+
+def rows(model, windows) -> list[np.ndarray]:
+    """The logits rows (T - 1, V) of each window, along the stage's own path: half as a prompt, half decoded."""
+    stage = calibration.hooked(STAGE)
+    return [quality.rows_of(stage, model, ids)[0] for ids in windows]
+
+
+def scored(model, wanted, windows) -> dict:
+    """Perplexity beside that of the wanted rows, KL divergence from them, and how often both put the same token first.
+
+    more_percent is by how much the perplexity is above, with its interval of 95 %, on pairs of positions.
+    """
+    got = rows(model, windows)
+    parts = zip(got, wanted, windows, strict=True)
+    scores = quality.joined([quality.score(a, b, np.array(ids[1:])) for a, b, ids in parts])
+    exact = np.concatenate([quality.nll(b, ids[1:]) for b, ids in zip(wanted, windows, strict=True)])
+    more, kl = quality.paired_difference(scores.nll, exact, np.mean), scores.kl
+    return {
+        "perplexity": float(quality.perplexity(scores.nll)),
+        "float_perplexity": float(quality.perplexity(exact)),
+        "more_percent": 100 * float(np.expm1(more.value)),
+        "more_percent_95": [100 * float(np.expm1(end)) for end in (more.low, more.high)],
+        "kl": {"mean": float(kl.mean()), "p99": float(np.percentile(kl, 99)), "max": float(kl.max())},
+        "same_top1": float(scores.same.mean()),
+        "positions": len(exact),
+    }  # fmt: skip
+
+
+def outputs(model, tokenizer) -> list[list[int]]:
+    """The greedy continuation of each prompt, as ids."""
+    stage = calibration.hooked(STAGE)
+    prompts = [tokenizer.encode(prompt, bos=False) for prompt in PROMPTS]
+    return [[int(i) for i, _ in stage.generate(model, ids, NEW)] for ids in prompts]
+
+
+def words_alike(a: str, b: str) -> int:
+    """How many words of two texts are the same from the first on."""
+    pairs = list(zip(a.split(), b.split(), strict=False))
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
+def spoken(tokenizer, got, wanted) -> dict:
+    """Outputs beside those in floating point, word for word."""
+    texts = [(tokenizer.decode(a), tokenizer.decode(b)) for a, b in zip(got, wanted, strict=True)]
+    return {
+        "same": sum(a == b for a, b in texts),
+        "of": len(texts),
+        "words_alike": [words_alike(a, b) for a, b in texts],
+        "words": [len(b.split()) for _, b in texts],
+        "texts": [{"int8": a, "float": b} for a, b in texts],
+    }
+
+
+def layer_set(seen: dict, loud) -> list[dict]:
+    """Of each kind of matrix: how many there are, their channels, and how many of these are outliers."""
+    kinds: dict[str, list] = {}
+    for name, highest in seen.items():
+        kinds.setdefault(name.split(".")[-1], []).append(highest)
+    return [
+        {
+            "kind": kind,
+            "matrices": len(found),
+            "channels": len(found) * len(found[0]),
+            "outliers": sum(len(loud(highest)) for highest in found),
+        }
+        for kind, found in kinds.items()
+    ]
+
+
+def nbytes(model) -> dict[str, int]:
+    """Bytes that the matrices take: rounded, in FP16, and as Linear8bitLt keeps them (a byte a weight, 4 a row)."""
+    found = {"int8": 0, "fp16": 0, "linear8bit": 0}
+    for w in calibration.matrices(model.weights).values():
+        if isinstance(w, Quantized):
+            N, K = w.layer.N, w.layer.q.shape[0] * w.layer.q.shape[1] * w.layer.q.shape[2] // w.layer.N
+            found["int8"] += sum(a.nbytes for a in w.layer[1:] if a is not w.layer.b)  # these layers have no b
+            found["fp16"] += 2 * N * K
+            found["linear8bit"] += N * K + 4 * N
+    return found
+
+
+def measured(path) -> dict:
+    """What rounding costs a model, by every rung of the CPU, with and without the output projection."""
+    from common import kernel_cpu
+    from stages.int8 import outliers
+
+    model, tokenizer, windows, calibrating = opened(path)
+    seen = calibration.highest(STAGE, model, calibrating)
+    wanted, said = rows(model, windows), outputs(model, tokenizer)
+    found = []
+    for rung in ("absmax", "outliers"):
+        for output in (True, False):
+            small = rounded(model, rung, seen, lambda name, output=output: name == OUTPUT and not output)
+            found.append({
+                "rung": rung,
+                "output_projection": output,
+                **scored(small, wanted, windows),
+                "outputs": spoken(tokenizer, outputs(small, tokenizer), said),
+                "bytes": nbytes(small),
+            })  # fmt: skip
+            print(json.dumps({k: v for k, v in found[-1].items() if k != "outputs"}), flush=True)
+    kinds = [{"rung": "outliers", "kind": kind, **scored(rounded(model, "outliers", seen, lambda name, kind=kind: not
+              name.endswith(kind)), wanted, windows)} for kind in kinds_of(seen)]  # fmt: skip
+    loud = plant(model)
+    seen_loud = calibration.highest(STAGE, loud, calibrating)
+    planted = [
+        {
+            "rung": rung,
+            **scored(rounded(loud, rung, seen_loud, lambda name: not name.endswith(READERS)), wanted, windows),
+        }
+        for rung in ("absmax", "outliers")
+    ]
+    return {
+        "schema": 1,
+        "model": Path(path).name,
+        "stage": STAGE,
+        "text": quality.TEXT.name,
+        "calibration_tokens": sum(map(len, calibrating)),
+        "sigmas": outliers.SIGMAS,
+        "layer_set": layer_set(seen, outliers.outliers),
+        "rows": found,
+        "one_kind_rounded": kinds,
+        "planted": {"channels": PLANTED, "factor": FACTOR, "layer_set": READERS, "rows": planted,
+                    "float": scored(loud, wanted, windows)},
+        "machine": kernel_cpu.machine(),
+    }  # fmt: skip
+
+
+def kinds_of(seen: dict) -> list[str]:
+    return list(dict.fromkeys(name.split(".")[-1] for name in seen))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", type=Path, required=True, help="folder for the record")
+    options = parser.parse_args()
+    found = measured(sources.resolve("smollm2"))
+    options.save.mkdir(parents=True, exist_ok=True)
+    (options.save / "quality.json").write_text(json.dumps(found, indent=1, default=list) + "\n")
+
+
+if __name__ == "__main__":
+    main()
