@@ -25,6 +25,22 @@ def weight(stage, array):  # (K, N) float32
     return stage.Blocks(N, K, TYPES["F32"].id, K, 4 * K, raw), exact
 
 
+def rounded_exactly(x, w, b, loud):
+    """x (T, K) times w (N, K) plus b in int8 arithmetic, nothing else rounded: in float64, from a step for each row.
+
+    `loud` are the channels that keep their precision.
+    """
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    kept = x[:, loud].astype(np.float64) @ w[:, loud].astype(np.float16).astype(np.float64).T
+    x, w = x.copy(), w.copy()
+    x[:, loud], w[:, loud] = 0, 0
+    top, most = abs(x).max(1, keepdims=True), abs(w).max(1)
+    p = np.rint(x * np.where(top > 0, np.float32(127) / np.where(top > 0, top, 1), 0)).astype(np.float64)
+    steps = np.where(most > 0, most, 1).astype(np.float32) / np.float32(127)
+    q = np.rint(w / steps[:, None]).astype(np.float64)
+    return p @ q.T * (top / np.float32(127)) * steps[None, :] + kept + b.astype(np.float64)
+
+
 class Settings(dict):
     """Metadata as a file gives it, from plain values: a list of text lies as strings do, another as an array."""
 

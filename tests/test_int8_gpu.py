@@ -7,6 +7,7 @@ import pytest
 
 from common import kernel_ladder as kl
 from stages import int8
+from tests.helpers import rounded_exactly
 
 pytestmark = pytest.mark.gpu
 RUNGS = ("absmax", "outliers", "tensor_core")
@@ -36,19 +37,6 @@ def test_a_rung_is_right_on_odd_shapes(stage):
     for i, shape in enumerate(int8.ODD_SHAPES):
         found = kl.check(int8, stage, shape, "int8", seed=i)
         assert found["right"], found
-
-
-def rounded_exactly(x, w, b, loud):
-    """What int8 arithmetic gives where nothing else is rounded: in NumPy, from the same steps."""
-    x, w = x.astype(np.float32), w.astype(np.float32)
-    kept = x[:, loud].astype(np.float64) @ w[:, loud].astype(np.float16).astype(np.float64).T
-    x, w = x.copy(), w.copy()
-    x[:, loud], w[:, loud] = 0, 0
-    top, most = abs(x).max(1, keepdims=True), abs(w).max(1)
-    p = np.rint(x * np.where(top > 0, np.float32(127) / np.where(top > 0, top, 1), 0)).astype(np.float64)
-    steps = np.where(most > 0, most, 1).astype(np.float32) / np.float32(127)
-    q = np.rint(w / steps[:, None]).astype(np.float64)
-    return p @ q.T * (top / np.float32(127)) * steps[None, :] + kept + b.astype(np.float64)
 
 
 @pytest.mark.parametrize("stage", RUNGS)

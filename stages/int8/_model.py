@@ -1,12 +1,15 @@
 """A rung's layers in a whole model: `python -m stages.int8._model --save DIR` writes what rounding costs SmolLM2.
 
 The model is unpacked to floats, then rounded: the blocks of its file play no part. Calibration sees the end of the
-text, figures are of its beginning. Everything is compared with the same stage in FP32, along the stage's own path.
+text, figures are of its beginning. Everything is compared with the same stage in FP32. `--baseline` adds Linear8bitLt
+of bitsandbytes, which needs PyTorch and runs on the CPU too.
 """
 
 import argparse
 import importlib
 import json
+import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from common.tokenizer import Tokenizer
 
 STAGE = "kv_cache"  # the last whose forward is plain Python on floats
 TOKENS = quality.TOKENS  # of the text that are scored; those after them calibrate
+SOME = 4  # windows of the trials that only tell what costs most
 NEW = 32  # tokens of each greedy output
 PROMPTS = (
     "Once upon a time, there was a little",
@@ -52,7 +56,7 @@ def opened(path):
     return model, tokenizer, cut[: TOKENS // quality.WINDOW], cut[TOKENS // quality.WINDOW :]
 
 
-def rounded(model, rung: str, seen: dict, skip=lambda name: False):
+def rounded(model, seen: dict, skip=lambda name: False, rung: str = "outliers"):
     """The model with every matrix rounded by a rung of this ladder, but for those that `skip` names."""
     module = importlib.import_module(f"stages.int8.{rung}")
 
@@ -61,6 +65,26 @@ def rounded(model, rung: str, seen: dict, skip=lambda name: False):
             return None
         nothing = np.zeros(w.shape[1], np.float32)  # these layers have no b
         return Quantized(module.multiply, module.quantize(np.ascontiguousarray(w.T), nothing, seen[name]))
+
+    return calibration.quantized(model, make)
+
+
+def linear8bit(model, seen: dict, skip=lambda name: False):
+    """The model with every matrix in a Linear8bitLt, which looks for outliers above 6 in each x; as `rounded`."""
+    import torch
+    from bitsandbytes.nn import Linear8bitLt
+
+    def multiply(x, layer):
+        with torch.no_grad():
+            return layer(torch.from_numpy(np.ascontiguousarray(x)).half()).float().numpy()
+
+    def make(name, w):
+        if skip(name):
+            return None
+        layer = Linear8bitLt(*w.shape, bias=False, has_fp16_weights=False, threshold=6.0)
+        layer.weight.data = torch.from_numpy(np.ascontiguousarray(w.T)).half()
+        layer.weight = layer.weight._quantize("cpu")
+        return Quantized(multiply, layer)
 
     return calibration.quantized(model, make)
 
@@ -81,9 +105,9 @@ def plant(model, seed: int = 0):
 
 
 def rows(model, windows) -> list[np.ndarray]:
-    """The logits rows (T - 1, V) of each window, along the stage's own path: half as a prompt, half decoded."""
+    """The logits rows (T - 1, V) of each window, in one pass."""
     stage = calibration.hooked(STAGE)
-    return [quality.rows_of(stage, model, ids)[0] for ids in windows]
+    return [stage.logits(model, stage.forward(model, ids[:-1], 0)) for ids in windows]
 
 
 def scored(model, wanted, windows) -> dict:
@@ -152,7 +176,7 @@ def nbytes(model) -> dict[str, int]:
     """Bytes that the matrices take: rounded, in FP16, and as Linear8bitLt keeps them (a byte a weight, 4 a row)."""
     found = {"int8": 0, "fp16": 0, "linear8bit": 0}
     for w in calibration.matrices(model.weights).values():
-        if isinstance(w, Quantized):
+        if isinstance(w, Quantized) and hasattr(w.layer, "q"):
             N, K = w.layer.N, w.layer.q.shape[0] * w.layer.q.shape[1] * w.layer.q.shape[2] // w.layer.N
             found["int8"] += sum(a.nbytes for a in w.layer[1:] if a is not w.layer.b)  # these layers have no b
             found["fp16"] += 2 * N * K
@@ -160,7 +184,7 @@ def nbytes(model) -> dict[str, int]:
     return found
 
 
-def measured(path) -> dict:
+def measured(path, baseline: bool = False) -> dict:
     """What rounding costs a model, by every rung of the CPU, with and without the output projection."""
     from common import kernel_cpu
     from stages.int8 import outliers
@@ -168,28 +192,28 @@ def measured(path) -> dict:
     model, tokenizer, windows, calibrating = opened(path)
     seen = calibration.highest(STAGE, model, calibrating)
     wanted, said = rows(model, windows), outputs(model, tokenizer)
-    found = []
-    for rung in ("absmax", "outliers"):
-        for output in (True, False):
-            small = rounded(model, rung, seen, lambda name, output=output: name == OUTPUT and not output)
-            found.append({
-                "rung": rung,
-                "output_projection": output,
-                **scored(small, wanted, windows),
-                "outputs": spoken(tokenizer, outputs(small, tokenizer), said),
-                "bytes": nbytes(small),
-            })  # fmt: skip
-            print(json.dumps({k: v for k, v in found[-1].items() if k != "outputs"}), flush=True)
-    kinds = [{"rung": "outliers", "kind": kind, **scored(rounded(model, "outliers", seen, lambda name, kind=kind: not
-              name.endswith(kind)), wanted, windows)} for kind in kinds_of(seen)]  # fmt: skip
+    makers = {rung: partial(rounded, rung=rung) for rung in ("absmax", "outliers")}
+    makers |= {"bitsandbytes": linear8bit} if baseline else {}
+
+    def told(make, model, seen, skip, speak=False, some=None, **names):
+        small = make(model, seen=seen, skip=skip)
+        found = names | scored(small, wanted[:some], windows[:some]) | {"bytes": nbytes(small)}
+        print(json.dumps(found), file=sys.stderr, flush=True)
+        return found | ({"outputs": spoken(tokenizer, outputs(small, tokenizer), said)} if speak else {})
+
+    found = [
+        told(make, model, seen, lambda name, whole=whole: name == OUTPUT and not whole, True, rung=rung,
+             output_projection=whole)
+        for rung, make in makers.items() for whole in (True, False)
+    ]  # fmt: skip
+    alone = [
+        told(makers["outliers"], model, seen, lambda name, kind=kind: not name.endswith(kind), some=SOME, kind=kind)
+        for kind in dict.fromkeys(name.split(".")[-1] for name in seen)
+    ]
     loud = plant(model)
     seen_loud = calibration.highest(STAGE, loud, calibrating)
     planted = [
-        {
-            "rung": rung,
-            **scored(rounded(loud, rung, seen_loud, lambda name: not name.endswith(READERS)), wanted, windows),
-        }
-        for rung in ("absmax", "outliers")
+        told(make, loud, seen_loud, lambda name: not name.endswith(READERS), rung=rung) for rung, make in makers.items()
     ]
     return {
         "schema": 1,
@@ -200,22 +224,41 @@ def measured(path) -> dict:
         "sigmas": outliers.SIGMAS,
         "layer_set": layer_set(seen, outliers.outliers),
         "rows": found,
-        "one_kind_rounded": kinds,
+        "one_kind_rounded": alone,
         "planted": {"channels": PLANTED, "factor": FACTOR, "layer_set": READERS, "rows": planted,
                     "float": scored(loud, wanted, windows)},
-        "machine": kernel_cpu.machine(),
+        "sigmas_tried": [tried(sigmas, model, seen, wanted[:SOME], windows[:SOME]) for sigmas in (3.0, 4.0, 6.0)],
+        "machine": kernel_cpu.machine() | baseline_version(baseline),
     }  # fmt: skip
 
 
-def kinds_of(seen: dict) -> list[str]:
-    return list(dict.fromkeys(name.split(".")[-1] for name in seen))
+def tried(sigmas: float, model, seen, wanted, windows) -> dict:
+    """What another threshold keeps and costs."""
+    from stages.int8 import outliers
+
+    before, outliers.SIGMAS = outliers.SIGMAS, sigmas
+    try:
+        kinds = layer_set(seen, outliers.outliers)
+        return {"sigmas": sigmas, "layer_set": kinds, **scored(rounded(model, seen), wanted, windows)}
+    finally:
+        outliers.SIGMAS = before
+
+
+def baseline_version(baseline: bool) -> dict:
+    if not baseline:
+        return {}
+    import bitsandbytes
+    import torch
+
+    return {"bitsandbytes": bitsandbytes.__version__, "torch": torch.__version__}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True, help="folder for the record")
+    parser.add_argument("--baseline", action="store_true", help="bitsandbytes too")
     options = parser.parse_args()
-    found = measured(sources.resolve("smollm2"))
+    found = measured(sources.resolve("smollm2"), options.baseline)
     options.save.mkdir(parents=True, exist_ok=True)
     (options.save / "quality.json").write_text(json.dumps(found, indent=1, default=list) + "\n")
 

@@ -35,7 +35,16 @@ CHANGES = (
     "SOURCE.many_tokens",
     "multiply",
     "on_gpu",
-    *("ROWS", "BATCH", "strips", "round_tokens", "panels", "multiply_one", "multiply_tiles", "SOURCE.larger"),
+    "SOURCE.loudest",
+    "SOURCE.rounded",
+    "SOURCE.larger",
+    "ROWS",
+    "BATCH",
+    "strips",
+    "round_tokens",
+    "panels",
+    "multiply_one",
+    "multiply_tiles",
 )
 ARCHS = ("sm_80", "sm_90")
 
