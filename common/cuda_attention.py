@@ -159,6 +159,23 @@ def aligned(a):
     return a.copy() if a.data.ptr % 16 else a
 
 
+def tensor(array):
+    """A CuPy array as PyTorch sees it, not copied; uint16 holds the bits of BF16, which CuPy lacks."""
+    import torch
+
+    bits = array.dtype == "uint16"
+    return torch.from_dlpack(array.view("int16")).view(torch.bfloat16) if bits else torch.from_dlpack(array)
+
+
+def array(tensor):
+    """A tensor on the GPU as CuPy sees it, not copied; BF16 becomes its bits as uint16."""
+    import cupy
+    import torch
+
+    bits, tensor = tensor.dtype == torch.bfloat16, tensor.detach()
+    return cupy.from_dlpack(tensor.view(torch.int16)).view("uint16") if bits else cupy.from_dlpack(tensor)
+
+
 def blocks(q, tile: int) -> int:
     """Thread blocks where each takes `tile` queries of one head."""
     return math.prod(q.shape[:2]) * -(-q.shape[2] // tile)

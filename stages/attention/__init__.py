@@ -10,7 +10,7 @@ import math
 import sys
 from typing import NamedTuple
 
-from common.cuda_attention import HEADS, visible
+from common.cuda_attention import HEADS, array, tensor, visible
 
 
 class Shape(NamedTuple):
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 
 
 ENTRY = "attention"
-STAGES = dict.fromkeys(("naive", "online", "flash", "skip", "hopper"), ("float16", "bfloat16"))
+STAGES = dict.fromkeys(("naive", "online", "flash", "skip", "hopper", "triton"), ("float16", "bfloat16"))
 AXES = Shape._fields
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -156,23 +156,18 @@ def shortest(lengths) -> int:
 
 def sdpa(q, k, v, lengths, causal, backend=None):
     """PyTorch's scaled_dot_product_attention, by the named backend or by its own choice. It gives no log-sum-exp."""
-    import cupy
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if (causal and q.shape[2] != k.shape[2]) or shortest(lengths) < k.shape[2]:
         raise NotImplementedError("PyTorch's kernels take neither this ladder's causal mask nor its lengths here")
-    bits = q.dtype == "uint16"
-    q, k, v = (torch.from_dlpack(a.view("int16")).view(torch.bfloat16) if bits else torch.from_dlpack(a)
-               for a in (q, k, v))  # fmt: skip
     with sdpa_kernel(getattr(SDPBackend, backend)) if backend else contextlib.nullcontext():
         attend = torch.nn.functional.scaled_dot_product_attention
         try:
-            out = attend(q, k, v, is_causal=bool(causal), enable_gqa=q.shape[1] != k.shape[1])
+            out = attend(*map(tensor, (q, k, v)), is_causal=bool(causal), enable_gqa=q.shape[1] != k.shape[1])
         except RuntimeError as error:
             raise NotImplementedError(str(error).splitlines()[0]) from error
-    out = cupy.from_dlpack(out.view(torch.int16)).view("uint16") if bits else cupy.from_dlpack(out)
-    return out, None
+    return array(out), None
 
 
 def flash(q, k, v, lengths, causal):

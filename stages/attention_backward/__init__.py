@@ -7,11 +7,12 @@ masks and types are those of `attention`.
 import math
 import sys
 
+from common.cuda_attention import array, tensor
 from stages import attention
 from stages.attention import AXES, ODD_SHAPES, SHAPE, SHAPES, parse, rounded, shortest  # noqa: F401  the ladder's own
 
 ENTRY = "backward"
-STAGES = dict.fromkeys(("stored", "recomputed", "split", "skip"), ("float16", "bfloat16"))
+STAGES = dict.fromkeys(("stored", "recomputed", "split", "skip", "triton"), ("float16", "bfloat16"))
 TOLERANCE = {  # of dq, dk and dv; weights, their gradients and the given out are rounded to the operands' type: `sums`
     "float16": ({"rounding": 2.0**-11, "sums": 2.0**-9, "tiny": 2.0**-24, "nmse": 1e-5},) * 3,
     "bfloat16": ({"rounding": 2.0**-8, "sums": 2.0**-6, "tiny": 2.0**-126, "nmse": 1e-3},) * 3,
@@ -81,17 +82,11 @@ def sdpa(q, k, v, out, lse, dout, lengths, causal, backend=None):
     """Autograd through PyTorch's scaled_dot_product_attention; its forward pass ran before the clock."""
     import contextlib
 
-    import cupy
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if (causal and q.shape[2] != k.shape[2]) or shortest(lengths) < k.shape[2]:
         raise NotImplementedError("PyTorch's kernels take neither this ladder's causal mask nor its lengths here")
-    bits = q.dtype == "uint16"
-
-    def tensor(a):
-        return torch.from_dlpack(a.view("int16")).view(torch.bfloat16) if bits else torch.from_dlpack(a)
-
     if _graph.get("q") is not q:
         _graph.clear()
         _graph["q"] = q
@@ -106,8 +101,7 @@ def sdpa(q, k, v, out, lse, dout, lengths, causal, backend=None):
         _graph[backend] = leaves, made, tensor(dout)
     leaves, made, given = _graph[backend]
     found = torch.autograd.grad(made, leaves, given, retain_graph=True)
-    arrays = (cupy.from_dlpack((a.view(torch.int16) if bits else a).contiguous()) for a in found)
-    return tuple(a.view("uint16") if bits else a for a in arrays)
+    return tuple(map(array, found))
 
 
 def flash(*operands):
