@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 
 from common import kernel_ladder
-from common.cuda_attention import array, given, tensor
+from common.cuda_attention import HEADS, array, given, tensor
 from common.kernel_ladder import wide
 from stages import attention, attention_backward
 
-SHAPES = [attention.square(1024, D, causal) for D, causal in ((64, 1), (128, 1), (64, 0))]
+SHAPES = [attention.Shape(2, 8, 8, 1024, 1024, D) for D in HEADS]
 
 
 def row_term(rung, q, k, v, out, lse, dout, lengths, causal):

@@ -4,12 +4,14 @@ A process of its own, because Triton looks at that variable as it is imported. B
 multiplies its bits. Tiles are small, so that small shapes have several.
 """
 
+import contextlib
 import sys
 
 import numpy as np
 import torch
 
 from common import kernel_ladder as kl
+from common.cuda_attention import HEADS
 from common.torch_attention import Attention, attention
 from stages import attention as forward_ladder
 from stages import attention_backward as backward_ladder
@@ -18,6 +20,21 @@ from stages.attention import triton as forward
 from stages.attention_backward import triton as backward
 
 TINY = [Shape(1, 2, 1, 3, 4, 64), Shape(2, 1, 1, 2, 3, 64, causal=0, padded=1)]
+SMALL = (32, 16, 4, 1), (16, 32, 4, 1)  # FP32 has no tensor core: large tiles are thousands of instructions
+
+
+@contextlib.contextmanager
+def tiles(of_queries, of_keys):
+    """One configuration for the kernels that own queries and one for the kernel that owns keys, all made anew."""
+    kept = forward.CONFIGS, backward.CONFIGS
+    forward.CONFIGS = dict.fromkeys(HEADS, [of_queries])
+    backward.CONFIGS = dict.fromkeys(HEADS, ([of_queries], [of_keys]))
+    forward.kernel.cache_clear(), backward.kernels.cache_clear()
+    try:
+        yield
+    finally:
+        forward.CONFIGS, backward.CONFIGS = kept
+        forward.kernel.cache_clear(), backward.kernels.cache_clear()
 
 
 def shapes() -> bool:
@@ -65,6 +82,5 @@ def checked(attend, shape: Shape, device="cpu") -> bool:
 
 
 if __name__ == "__main__":
-    forward.CONFIGS = dict.fromkeys((64, 128), [(32, 16, 4, 1)])
-    backward.CONFIGS = dict.fromkeys((64, 128), ([(32, 16, 4, 1)], [(16, 32, 4, 1)]))
-    print({"shapes": shapes, "gradcheck": gradcheck, "fault": fault}[sys.argv[1]]())
+    with tiles(*SMALL):
+        print({"shapes": shapes, "gradcheck": gradcheck, "fault": fault}[sys.argv[1]]())
