@@ -146,12 +146,15 @@ def ladder(path: Path, *records: str) -> str:
 
 
 def columns_of(record: str) -> tuple[list[str], dict[str, list[str]], str]:
-    """A comparison as columns of the ladder: their titles, each stage's cells, and the machine's line."""
+    """A comparison (file, or file#metric) as columns of the ladder: titles, each stage's cells, the machine's line."""
+    record, _, only = record.partition("#")  # of one metric
     document = figures.record(record)
     first = document["stages"][0]
     title = f"{show.named(first['model']['name'])}, {first['shape']}"
     titles = {"ttft_ms": "TTFT ms", "ms_per_token": "ms/token"}
-    kept = [m for m in titles if any(r[m] for r in document["stages"])]  # a slow stage may leave time for one token
+    kept = [
+        m for m in titles if only in ("", m) and any(r[m] for r in document["stages"])
+    ]  # a slow stage may leave time for one token
     cells = {r["stage"]: [show.number(r[m]["median"]) if r[m] else "–" for m in kept] for r in document["stages"]}
     return [f"{title}: {titles[m]}" for m in kept], cells, show.footer(first, "up to ")
 

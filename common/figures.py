@@ -12,7 +12,7 @@ from pathlib import Path
 from common import diff
 from common.gguf import TYPES
 from common.sources import PULLED
-from common.stage import FOLDER
+from common.stage import FOLDER, LADDER, PEERS
 
 ROOT = FOLDER.parent
 REPORTS = ROOT / "reports"
@@ -45,7 +45,36 @@ def record(name: str, first: Path = REPORTS) -> dict:
 
 @functools.cache
 def _read(path: Path) -> dict:
-    return json.loads(path.read_text("utf-8"))
+    return in_order(json.loads(path.read_text("utf-8")))
+
+
+WORDS = {"faster": "slower", "slower": "faster"}
+
+
+def in_order(found):
+    """A comparison's stages as the ladder has them, peers last; a step that was measured backwards is turned round."""
+    if not (isinstance(found, dict) and "pairs" in found and "stages" in found) or "rows" in found:
+        return found  # the whole ladder's record is in order
+    known = [*LADDER, *PEERS]
+
+    def place(stage: str) -> int:
+        return known.index(stage) if stage in known else len(known)
+
+    stages = sorted(found["stages"], key=lambda run: place(run["stage"]))
+    return {**found, "stages": stages, "pairs": [
+        turned(pair) if place(pair["b"]) < place(pair["a"]) < len(known) else pair for pair in found["pairs"]
+    ]}  # fmt: skip
+
+
+def turned(pair: dict) -> dict:
+    """The verdict on b against a as that on a against b."""
+
+    def inverse(value: float | None) -> float | None:
+        return value and 1 / value
+
+    ends = {key: inverse(pair[of]) for key, of in (("ratio", "ratio"), ("low", "high"), ("high", "low"),
+            ("expected_ratio", "expected_ratio"))}  # fmt: skip
+    return {**pair, **ends, "a": pair["b"], "b": pair["a"], "verdict": WORDS.get(pair["verdict"], pair["verdict"])}
 
 
 def multiply_adds(machine: Path) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from common import report, show
 from common.report import METRICS, Climb, Place, Run
-from common.roofline import CACHELESS
+from common.roofline import CACHELESS, operands
 from common.stage import LADDER, PEERS
 
 PALETTE = {"ink": "#23282d", "soft": "#6a6f75", "line": "#d9d6cf", "stage": "#1f5fa8", "peer": "#7a7f85",
@@ -22,6 +22,7 @@ PALETTE = {"ink": "#23282d", "soft": "#6a6f75", "line": "#d9d6cf", "stage": "#1f
            "c5": "#2c9bc9", "c6": "#8a8a2b"}  # fmt: skip
 SERIES = [f"$c{i}" for i in range(7)]  # none red as a bound is, none grey as what is not ours
 DASHES = ([1, 0], [7, 3], [2, 3])
+SHAPES = ("circle", "square", "triangle-up")
 WIDTH = 720  # pixels of a picture; on the page a plot takes what room there is
 ROOFLINE = 380  # pixels of its height
 TOKEN, PROMPT = "a token", "the prompt"
@@ -160,33 +161,38 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
     values = []
     for run in found.runs:
         ms, over = run.ms[found.metric], run.over(found.metric)
-        note = "" if run.at == found.shape else f" ({run.at})"
         values.append({"stage": run.stage, "over": over, "ms": show.number(ms), "bound": run.bound[found.metric],
-                       "times": show.times(over), "label": f"{show.number(ms)} ms · {show.times(over)}{note}",
-                       "kind": "peer" if run.stage in PEERS else "stage", "shape": run.at})  # fmt: skip
+                       "times": show.times(over), "label": f"{show.number(ms)} ms · {show.times(over)}",
+                       "kind": "peer" if run.stage in PEERS else "stage", "shape": run.at,
+                       "alike": run.at == found.shape})  # fmt: skip
     top = max(v["over"] for v in values)
     y = names([v["stage"] for v in values])
-    low = min(1.0, 0.9 * min(v["over"] for v in values))  # 8-bit arithmetic can pass a bound of float32's
+    low = min(1.0, 0.9 * min(v["over"] for v in values))
     across = axis("over", "times the bound", domain=[low, max(12.0, top * 1.15)])
+    across["axis"]["values"] += [tick for tick in (0.1, 0.2, 0.5, 0.7, 0.9) if low <= tick][: low < 1]
     line = {"y": y, "x": across, "x2": {"datum": 1}}
     text = {"y": y, "x": {"field": "over", "type": "quantitative"}, "text": {"field": "label"}}
     kinds = {"condition": {"test": "datum.kind == 'peer'", "value": "$peer"}, "value": "$stage"}
     hint = told(stage="stage", ms="ms", times_the_bound="times", shape="shape")
+    dot = {"y": y, "x": across, "color": kinds, "tooltip": hint}
     far = f"datum.over > {math.sqrt(max(12.0, top))}"
     layers = [
         mark("rule", line, color="$line", strokeWidth=2),
         mark("rule", {"x": {"datum": 1}}, color="$bound", strokeWidth=2, values=[{}]),
-        mark("point", {"y": y, "x": across, "color": kinds, "tooltip": hint}, filled=True, size=110, opacity=1),
+        mark("point", dot, filled=True, size=110, opacity=1, where="datum.alike"),
+        mark("point", dot, fill="$paper", size=90, strokeWidth=2, opacity=1, where="!datum.alike"),
         mark("text", text, align="right", dx=6, dy=-13, color="$ink", where=far),
         mark("text", text, align="left", dx=-4, dy=-13, color="$ink", where=f"!({far})"),
     ]
     name = f"climb-{found.metric}" + ("" if found.model == every[0].model else f"-{every.index(found)}")
     what = "a token takes after the prompt" if found.metric == "token" else "a prompt takes to its first token"
     caption = f"How many times the bound {what}: {found.model}, {found.shape}"
-    caption += " unless a stage names another shape" * any(run.at != found.shape for run in found.runs)
-    caption += ". The bound reads each weight once as the file holds it, or does the arithmetic at the machine's best "
-    below = any((run.over(found.metric) or 1) < 1 for run in found.runs)
-    caption += "rate for floats" + "; 8-bit integers may go below it" * below + "."
+    others = [f"{run.stage} at {run.at}" for run in found.runs if run.at != found.shape]
+    caption += f" (ring{'s' * (len(others) > 1)}: {', '.join(others)})" * bool(others)
+    caption += (
+        ". The bound reads each weight once as the file holds it, and keys and values as the stage keeps them, or does "
+        "the arithmetic at the machine's best rate for what the stage multiplies, whichever takes longer."
+    )
     columns = ("stage", "shape", f"{METRICS[found.metric]}", "bound ms", "× bound")
     rows = [(r.stage, r.at, show.number(r.ms[found.metric]), show.number(r.bound[found.metric]),
              show.number(r.over(found.metric))) for r in found.runs]  # fmt: skip
@@ -204,6 +210,9 @@ def roofline(place: Place) -> Plot | Absent:
                       "`lesson compare --all` the stages under them.")  # fmt: skip
     many = any(run.threads > 1 for _, run in runs)
     read, rate = place.roofs["read_all" if many else "read"], place.roofs["flops"]["all" if many else "one"]
+    top = rate
+    if place.roofs["int8"] and any(operands(run.stage) == "int8" for _, run in runs):
+        top *= place.roofs["int8"] / place.roofs["flops"]["one"]
     values = []
     for metric, run in runs:
         work, ms = run.work[metric], run.ms[metric]
@@ -212,7 +221,7 @@ def roofline(place: Place) -> Plot | Absent:
                        "ms": show.number(ms)})  # fmt: skip
     nearest, memory = max(gbs for _, gbs in read), read[-1][1]
     across = at([v["intensity"] for v in values] + [rate / memory])
-    up = at([v["gflops"] for v in values] + [rate])
+    up = at([v["gflops"] for v in values] + [top])
     room = math.log(up[1] / up[0]) * 14 / ROOFLINE  # of a line of text
     for what in (TOKEN, PROMPT):
         mine = sorted((v for v in values if v["pass"] == what), key=lambda v: v["gflops"])
@@ -220,14 +229,17 @@ def roofline(place: Place) -> Plot | Absent:
             v["height"] = math.exp(height)
     named = {"caches": f"caches {rate_of(nearest, 'B/s')}", "memory": f"memory {rate_of(memory, 'B/s')}",
              "arithmetic": f"multiply-adds {rate_of(rate, 'FLOP/s')}"}  # fmt: skip
-    roofs = [{"roof": named["arithmetic"], "x": x, "y": rate} for x in (rate / nearest, across[1])]
+    if top > rate:
+        named["integers"] = f"8-bit multiply-adds {rate_of(top, 'op/s')}"
+    roofs = [{"roof": named[kind], "x": x, "y": height} for kind, height in (("arithmetic", rate), ("integers", top))
+             if kind in named for x in (height / nearest, across[1])]  # fmt: skip
     for title, gbs in (("caches", nearest), ("memory", memory)):
         start = max(across[0], up[0] / gbs)
-        roofs += [{"roof": named[title], "x": x, "y": x * gbs} for x in (start, rate / gbs)]
+        roofs += [{"roof": named[title], "x": x, "y": x * gbs} for x in (start, top / gbs)]
     below = axis("intensity", "FLOP/byte", domain=across)
     height = axis("gflops", "GFLOP/s", domain=up, form="~s")
     kinds = told_apart("pass", [TOKEN, PROMPT], ["$c1", "$c0"])
-    dashes = told_apart("roof", list(named.values()), [[2, 3], [7, 3], [1, 0]], "stroke")
+    dashes = told_apart("roof", list(named.values()), [[2, 3], [7, 3], [1, 0], [7, 2, 1, 2]], "stroke")
     dashes["legend"] |= {"columns": 2, "symbolStrokeColor": "$bound"}
     hint = told(stage="stage", of="pass", shape="shape", GFLOP_per_s="rate", ms="ms")
     line = {"x": {"field": "x", "type": "quantitative"}, "y": {"field": "y", "type": "quantitative"}}
@@ -358,14 +370,17 @@ def lines(name: str, title: str, caption: str, note: str, values: list, across: 
     stages = list(dict.fromkeys(v["stage"] for v in values))
     height = axis("ms", up, domain=at([v[key] for v in values for key in ("ms", "bound")]))
     ours, theirs = ([s for s in stages if other(s) == them] for them in (False, True))
-    looks = {s: (SERIES[i % len(SERIES)], DASHES[i // len(SERIES) % 3]) for i, s in enumerate(ours)}
-    looks |= {s: ("$peer", DASHES[i % 3]) for i, s in enumerate(theirs)}
-    colours, dashes = ([looks[s][i] for s in stages] for i in range(2))
+    count = len(SERIES)
+    looks = {s: (SERIES[i % count], DASHES[i // count % 3], SHAPES[i // count % 3]) for i, s in enumerate(ours)}
+    looks |= {s: ("$peer", DASHES[i % 3], "diamond") for i, s in enumerate(theirs)}
+    colours, dashes, shapes = ([looks[s][i] for s in stages] for i in range(3))
     drawn = {"x": across, "y": height, "color": told_apart("stage", stages, colours, "stroke")}
     dashed = {**drawn, "strokeDash": told_apart("stage", stages, dashes, "stroke")}
+    dotted = {**drawn, "tooltip": told(stage="stage", at="at", ms="told"),
+              "shape": told_apart("stage", stages, shapes) | {"legend": None}}  # fmt: skip
     layers = [
         mark("line", dashed, strokeWidth=2),
-        mark("point", {**drawn, "tooltip": told(stage="stage", at="at", ms="told")}, filled=True, size=70, opacity=1),
+        mark("point", dotted, filled=True, size=70, opacity=1),
     ]
     least: dict[float, float] = {}
     for v in values:
@@ -382,16 +397,16 @@ def lines(name: str, title: str, caption: str, note: str, values: list, across: 
 
 def lengths(place: Place) -> Plot | Absent:
     """ms of a prompt by its tokens."""
-    found: dict[tuple[str, str], dict[int, tuple]] = {}
+    found: dict[tuple[tuple[str, int], str], dict[int, tuple]] = {}
     for one in place.lengths:
         for p in one["tokens"]:
-            key = report.known(place, one["model"]), report.threaded(one["stage"], one["threads"])
+            key = (report.known(place, one["model"]), one["threads"]), one["stage"]
             found.setdefault(key, {})[p["tokens"]] = p["ms"], p["bound_ms"]
     for run in place.runs:
         if run.ms["prompt"]:
-            there = found.setdefault((run.model, report.threaded(run.stage, run.threads)), {})
+            there = found.setdefault(((run.model, run.threads), run.stage), {})
             there.setdefault(run.prompt, (run.ms["prompt"], run.bound["prompt"]))
-    models = Counter(model for (model, _), points in found.items() if len(points) > 1)
+    models = Counter(where for (where, _), points in found.items() if len(points) > 1)
     if not models:
         return Absent(
             "tokens", "ms against tokens: `lesson roofline kv_cache --tokens 1..64` measures a stage at each."
@@ -403,17 +418,16 @@ def lengths(place: Place) -> Plot | Absent:
         if m == model and len(points) > 1
         for T, (ms, bound) in sorted(points.items())
     ]
-    caption = f"{model}: what a prompt takes by its length."
-    below = any(v["bound"] and v["ms"] < v["bound"] for v in values)
-    note = "The red line is the bound" + "; 8-bit integers may go below it." * below + "." * (not below)
+    caption = f"{report.threaded(*model)}: what a prompt takes by its length."
+    note = "The red line is the least bound of a stage there."
     across = axis("tokens", "tokens in the prompt", domain=at([v["tokens"] for v in values]))
     return lines("tokens", "Time against prompt length", caption, note, values, across, "TTFT ms", "tokens")
 
 
 CURVES = {  # by setting: title, the axis, what the caption says of the bound, and which command measures one
     "depth": ("A token's time by what lies before it", "tokens before those that are timed",
-              "The red line is the bound.", "lesson sweep kv_cache depth=0,512,1024"),
-    "threads": ("A token's time by threads", "threads", "The red line is the bound: it falls as more threads read.",
+              "The red line is the least bound of a stage there.", "lesson sweep kv_cache depth=0,512,1024"),
+    "threads": ("A token's time by threads", "threads", "The red line is the least bound of a stage there.",
                 "lesson sweep quantized threads=1,2"),
 }  # fmt: skip
 

@@ -362,7 +362,7 @@ def judged(
     rows = [rated(row, one["ms"], found, here, job.threads, estimate, kind) for row in one["rows"]]
     inside = sum(row["ms"] for row in rows)
     made = {**one, "rows": rows, "outside_ms": one["ms"] - inside, "coverage": inside / one["ms"]}
-    return {**made, "waterfall": waterfall(made, job, found["weight_bytes"], here)}
+    return {**made, "waterfall": waterfall(made, job, found["weight_bytes"], here, kind)}
 
 
 def rated(
@@ -406,7 +406,9 @@ def ipc(name: str, job: Job, found: dict) -> dict | None:
 # ---- the way down to the bound ---------------------------------------------------------------------------------
 
 
-def waterfall(one: dict, job: Job, weight_bytes: dict[str, int], here: machine.Machine) -> list[dict]:
+def waterfall(
+    one: dict, job: Job, weight_bytes: dict[str, int], here: machine.Machine, kind: str = "float32"
+) -> list[dict]:
     """[{step, ms}] that sum to the pass: the file's bytes at peak, then each thing that keeps the pass from it.
 
     The first three are bounds of the matmuls alone: weights as the file holds them, as the stage holds them, and for
@@ -416,11 +418,11 @@ def waterfall(one: dict, job: Job, weight_bytes: dict[str, int], here: machine.M
     matmul = [row for row in one["rows"] if row["op"] == "matmul"]
 
     def bound(tokens: float, held: dict[str, int]) -> float:
-        return roofline.bound_ms(roofline.work(config, tokens, tokens, held)["matmul"], here, job.threads)
+        return roofline.bound_ms(roofline.work(config, tokens, tokens, held)["matmul"], here, job.threads, kind)
 
     least = [bound(T, roofline.file_bytes(job.gguf.weights)), bound(T, weight_bytes)]
     work = Work(*(sum(row[of] or 0 for row in matmul) for of in ("flops", "bytes")))
-    least.append(roofline.bound_ms(work, here, job.threads) if work.flops else least[1])
+    least.append(roofline.bound_ms(work, here, job.threads, kind) if work.flops else least[1])
     calls_ms = here.call_us / 1e3
     others = [row for row in one["rows"] if row["op"] != "matmul"]
     calls = sum(min(row["ms"], row["calls"] * calls_ms) for row in one["rows"])

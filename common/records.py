@@ -98,15 +98,14 @@ def absent_record(job: Job, stage: str, why: str) -> dict:
 def within_roof(job: Job, stage: str, samples: list[Sample], machine) -> None:
     """Raises AccountingError where a run took less time than its bytes and FLOPs can."""
     from common import roofline
-    from common.gate import operands
 
     config, T = job.gguf.config, len(job.ids)
     weights = roofline.bytes_read(stage, job.gguf)
-    kind = "int8" if operands(stage) == "int8" else "float32"
+    kind, kept = roofline.operands(stage), roofline.cache_bytes(stage)
     for sample in samples:
         steps = [(T, T, sample.ttft_ms), *((1, T + i, ms) for i, ms in enumerate(sample.gaps_ms, 1))]
         for new, seen, ms in steps:
-            work = roofline.total(roofline.work(config, new, seen, weights))
+            work = roofline.total(roofline.work(config, new, seen, weights, kept=kept))
             roofline.plausible(work, ms, machine, job.threads, kind)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import catalog, diff, records, roofline, show, synth
-from common.figures import REPORTS, multiply_adds
+from common.figures import REPORTS, in_order, multiply_adds
 from common.gguf import TYPES
 from common.machine import curve
 from common.stage import LADDER, PEERS, source_path
@@ -145,7 +145,7 @@ def take(place: Place, path: Path, document: dict) -> None:
     kind, file = path.parent.name, f"{place.slug}/{path.parent.name}/{path.name}"
     here = document.get("machine", {}).get("slug") == place.slug  # not of a stage that ran on the host's CPU
     if kind in ("compare", "climb") and "stages" in document:
-        compared(place, document, file)
+        compared(place, in_order(document), file)
     elif kind == "llm" and here and "stage" in document and "shape" in document["rows"][0]:
         identify(place, document["machine"], document.get("commit"))
         place.roofs = gpu_roofs(document["roofs"], path.parent.parent) if document.get("roofs") else place.roofs
@@ -204,22 +204,22 @@ def timed(place: Place, row: dict, file: str) -> Run:
     name, expect, shape, threads = label(row["model"]), row.get("expect") or {}, row["shape"], row["threads"]
     if row["model"].get("quant_mix"):
         place.sizes[name] = sized(row["model"])
-    work = works(place.sizes.get(name), row["stage"], prompt)
-    file_work = works(place.sizes.get(name), None, prompt)
+    size, stage = place.sizes.get(name), row["stage"]
+    least = {m: bound(place, parts, threads, stage) for m, parts in passes(size, stage, prompt).items()}
     ms = {m: row[key] and row[key]["median"] for m, key in KEYS.items()}
     if shape.startswith("tg"):
         ms["prompt"] = None  # its prompt is there for the depth alone
     return Run(
-        stage=row["stage"],
+        stage=stage,
         model=name,
         shape=shape,
         threads=threads,
         prompt=prompt,
         file=file,
         ms=ms,
-        bound={m: expect.get(f"bound_{key}") or bound(place, file_work[m], threads) for m, key in KEYS.items()},
+        bound={m: expect.get(f"bound_{key}") or least[m] for m, key in KEYS.items()},
         expected={m: expect.get(key) for m, key in KEYS.items()},
-        work=work,
+        work=works(size, stage, prompt),
         gaps=[gap for sample in row.get("gaps_ms") or () for gap in sample],
         spread=row.get("inter_token_ms"),
         reason=expect.get("reason", ""),
@@ -231,18 +231,19 @@ def peer(place: Place, document: dict, row: dict, file: str) -> Run:
     name, threads = show.named(document["model"]["name"]), document["threads"]
     metric = "token" if row["new"] else "prompt"
     prompt = max(1, row["depth"] if row["new"] else row["prompt"])
-    work = works(place.sizes.get(name), None, prompt)
+    size, stage = place.sizes.get(name), "llama.cpp"
+    least = {m: bound(place, parts, threads, stage) for m, parts in passes(size, stage, prompt).items()}
     return Run(
-        stage="llama.cpp",
+        stage=stage,
         model=name,
         shape=row["shape"],
         threads=threads,
         prompt=prompt,
         file=file,
         ms={m: row["ms"]["median"] if m == metric else None for m in METRICS},
-        bound={m: bound(place, work[m], threads) for m in METRICS},
+        bound=least,
         expected=dict.fromkeys(METRICS),
-        work=work,
+        work=works(size, stage, prompt),
     )
 
 
@@ -280,24 +281,38 @@ def sized(model: dict) -> tuple[SimpleNamespace, int] | None:
     return None
 
 
-def works(size: tuple | None, stage: str | None, prompt: int) -> dict[str, roofline.Work | None]:
-    """The least a prompt and a token after it take, with weights as the stage holds them (None: as the file does)."""
+def passes(size: tuple | None, stage: str, prompt: int, floats: bool = False) -> dict[str, dict | None]:
+    """Each op's least work in a prompt and in a token after it; floats: with weights as float32, not as in the file."""
     if size is None:
         return dict.fromkeys(METRICS)
     config, nbytes = size
     held = roofline.float_bytes(config)
-    if stage not in roofline.FLOAT:
+    if not floats:
         held = {**dict.fromkeys(held, 0), "output": nbytes}
-    prefill, decode = (roofline.total(roofline.work(config, *at, held)) for at in ((prompt, prompt), (1, prompt + 1)))
-    return {"prompt": prefill, "token": decode}
+    kept = roofline.cache_bytes(stage)
+    return {m: roofline.work(config, *at, held, kept=kept) for m, at in
+            (("prompt", (prompt, prompt)), ("token", (1, prompt + 1)))}  # fmt: skip
 
 
-def bound(place: Place, work: roofline.Work | None, threads: int) -> float | None:
-    """The least ms for this work on the measured roofs."""
-    if not (work and place.roofs):
+def works(size: tuple | None, stage: str, prompt: int) -> dict[str, roofline.Work | None]:
+    """The least a prompt and a token after it take, with weights as the stage holds them."""
+    found = passes(size, stage, prompt, stage in roofline.FLOAT)
+    return {metric: parts and roofline.total(parts) for metric, parts in found.items()}
+
+
+def bound(place: Place, parts: dict | None, threads: int, stage: str) -> float | None:
+    """The least ms of a stage's forward pass on the measured roofs."""
+    if not (parts and place.roofs):
         return None
-    read = curve(place.roofs["read_all" if threads > 1 else "read"], work.bytes)
-    return max(work.bytes / read, work.flops / place.roofs["flops"]["all" if threads > 1 else "one"]) / 1e6
+    many = threads > 1
+    one, rate = place.roofs["flops"]["one"], place.roofs["flops"]["all" if many else "one"]
+    machine = SimpleNamespace(
+        read=lambda nbytes, _: curve(place.roofs["read_all" if many else "read"], nbytes),
+        fma_gflops=one,
+        fma_all_gflops=rate,
+        int8_gops=place.roofs["int8"],
+    )
+    return roofline.pass_bound_ms(parts, machine, threads, roofline.operands(stage))
 
 
 def gpu_roofs(found: dict, folder: Path) -> dict:
@@ -373,7 +388,9 @@ class Climb:
 
     @property
     def best(self) -> Run:
-        return min(self.stages, key=lambda run: run.over(self.metric))
+        """The quickest of those at the climb's shape."""
+        alike = [run for run in self.stages if run.at == self.shape]
+        return min(alike or self.stages, key=lambda run: run.ms[self.metric])
 
 
 def climbs(place: Place) -> list[Climb]:
@@ -519,7 +536,7 @@ def lost(place: Place) -> list[str]:
             ahead = climb.best.over(climb.metric) / run.over(climb.metric)
             if run.stage in PEERS and ahead > 1:
                 what = f"{METRICS[climb.metric]}, {climb.model}"
-                found.append(f"* {climb.best.stage}, the nearest to the bound, takes {show.times(ahead)} as many times "
+                found.append(f"* {climb.best.stage}, the quickest stage, takes {show.times(ahead)} as many times "
                              f"the bound as {run.stage}: {what}, {climb.best.at} and {run.at}.")  # fmt: skip
     return list(dict.fromkeys(found))
 
@@ -531,14 +548,14 @@ def is_loss(pair: dict, seen_to_gain: bool = False) -> bool:
 
 
 def loss(pair: dict) -> str:
-    """'TTFT 1.79× the time before (1.71× to 1.87×): arithmetic decides': its interval, and what decides."""
+    """'TTFT 1.79× the time before (1.71× to 1.87×); expected: arithmetic decides': interval, and what was to decide."""
     prompt = pair["metric"] == KEYS["prompt"]
     said = f"{'TTFT' if prompt else 'ms/token'} {show.times(1 / pair['ratio'])} the time before"
     said += f" ({show.times(1 / pair['high'])} to {show.times(1 / pair['low'])})"
-    if pair["verdict"] != "slower":
-        said += f", where {show.times(1 / pair['expected_ratio'])} was expected"
+    slower = pair["verdict"] == "slower"
+    said += "; expected" if slower else f", where {show.times(1 / pair['expected_ratio'])} was expected"
     reasons = pair["reason"].split(roofline.AND_TOKEN)
-    return f"{said}: {reasons[0 if prompt else -1]}" if pair["reason"] else said
+    return f"{said}: {reasons[0 if prompt else -1]}" if pair["reason"] else said.removesuffix("; expected")
 
 
 def kernel_rows(place: Place, name: str) -> list[dict]:

@@ -17,7 +17,7 @@ from common import diff
 from common.gguf import TYPES
 from common.gpu import on_gpu
 from common.machine import GB, LINE, LINE_FLOATS, Machine, curve, doubted
-from common.stage import PEERS, StageError, source_path
+from common.stage import LADDER, PEERS, StageError, code_path, source_path
 
 SLACK = 1.05  # a measured bandwidth is itself a measurement; beyond this the accounting is wrong
 NEAR_CHAIN = 1.5  # up to this many times the addition's latency, the chain of additions decides
@@ -98,10 +98,13 @@ def argmax(V: int) -> Work:
     return Work(V, 4 * V)
 
 
-def attention(T: int, S: int, H: int, G: int, hd: int) -> Work:
-    """The last T of S tokens, each looking at itself and all before it: dot, scale, softmax, weighted sum."""
+def attention(T: int, S: int, H: int, G: int, hd: int, kept: int = 4) -> Work:
+    """The last T of S tokens, each looking at itself and all before it: dot, scale, softmax, weighted sum.
+
+    kept: bytes of each number of the keys and values.
+    """
     seen = T * S - T * (T - 1) // 2
-    return Work(seen * H * (4 * hd + 6), 8 * T * H * hd + 8 * S * G * hd)
+    return Work(seen * H * (4 * hd + 6), 8 * T * H * hd + 2 * kept * S * G * hd)
 
 
 # A model's ops
@@ -165,8 +168,11 @@ def block_bytes(m: Matmul) -> int:
     return m.K * m.N // kind.block * kind.bytes
 
 
-def work(config, T: int, S: int, weight_bytes: dict[str, int], rows: int = 1) -> dict[str, Work]:
-    """Each op's work in one forward pass of T new tokens, S seen with them, and logits of `rows` rows."""
+def work(config, T: int, S: int, weight_bytes: dict[str, int], rows: int = 1, kept: int = 4) -> dict[str, Work]:
+    """Each op's work in one forward pass of T new tokens, S seen with them, and logits of `rows` rows.
+
+    kept: bytes of each number of the keys and values.
+    """
     D, H, G, hd, F, L = config.D, config.H, config.G, config.hd, config.F, config.L
     products = Work(0, 0)
     for m in matmuls(config):
@@ -174,7 +180,7 @@ def work(config, T: int, S: int, weight_bytes: dict[str, int], rows: int = 1) ->
         products += one.times(m.count) + Work(0, weight_bytes[m.name])
     return {
         "matmul": products,
-        "attention": attention(T, S, H, G, hd).times(L),
+        "attention": attention(T, S, H, G, hd, kept).times(L),
         "rms_norm": rms_norm(T, D).times(2 * L + 1),
         "rope": (rope(T, H, hd) + rope(T, G, hd)).times(L),
         "silu": silu(T, F).times(L),
@@ -208,6 +214,31 @@ def bytes_read(stage: str, gguf) -> dict[str, int]:
     A reader's own file may hold them either way, whatever it started from: it counts the fewer bytes.
     """
     return float_bytes(gguf.config) if stage in FLOAT else file_bytes(gguf.weights)
+
+
+def cache_bytes(stage: str) -> int:
+    """Bytes of each number of the keys and values that a stage keeps; of a reader's own file and a peer the fewer."""
+    return 4 if stage in LADDER and stage not in HALVED else 2
+
+
+def operands(stage: str) -> str:
+    """What a stage's or a peer's matmul multiplies, as its file says; float32 where that can't be read."""
+    try:
+        return diff.constant(code_path(stage), "OPERANDS") or "float32"
+    except (StageError, SyntaxError, ValueError):
+        return "float32"
+
+
+def pass_bound_ms(parts: dict[str, Work], machine: Machine, threads: int = 1, kind: str = "float32") -> float:
+    """The least ms of a forward pass (parts from work): its matmuls multiply `kind`, all else is in floats."""
+    whole = total(parts)
+    return max(whole.bytes / machine.read(whole.bytes, threads), arithmetic_ns(parts, machine, threads, kind)) / 1e6
+
+
+def arithmetic_ns(parts: dict[str, Work], machine: Machine, threads: int = 1, kind: str = "float32") -> float:
+    products = parts["matmul"].flops
+    others = total(parts).flops - products
+    return products / peak(machine, threads, kind) + others / peak(machine, threads)
 
 
 def bound_ms(w: Work, machine: Machine, threads: int = 1, kind: str = "float32") -> float:
@@ -433,13 +464,10 @@ def matmul_ms(stage: str, machine: Machine, T: int, K: int, N: int, kind: str = 
     return sum(COSTS[stage](machine, T, K, N, kind, held))
 
 
-WHOLE = {
-    "compiled",
-    "threads",
-    "half_cache",
-}  # a step is one call
+WHOLE = {"compiled", "threads", "half_cache"}  # a step is one call
 EXP = 20  # instructions of an exponential there, for sixteen lanes
 SHARED = {"threads", "half_cache"}  # compute on all cores; what their meetings cost is left out
+HALVED = {"half_cache", "prefill", "graph", "fused"}  # keep keys and values as float16
 FLOAT = {"naive", "tiling", "simd", "kv_cache"}  # unpack every weight to float32 at load
 CACHELESS = {"naive", "tiling", "simd"}  # compute the whole text again for each new token
 
@@ -473,10 +501,14 @@ def op_times(stage: str, config, T: int, S: int, machine: Machine, types: dict |
     # dot is one chain of additions; from blocked on, eight tokens and sixteen positions are added up at once
     look_ns = 2 * hd * 2 / machine.fma_gflops if stage in ("blocked", *WHOLE) else hd * machine.fp_add_ns
     exp_ns = int8_ns(machine, 0, EXP) / 16 if stage in WHOLE else machine.exp_ns
+    attention = looks * (look_ns + exp_ns)
+    if T == 1:  # which reads keys and values of all before it, from as far away as weights
+        least = work(config, T, S, float_bytes(config), kept=cache_bytes(stage))
+        attention = max(attention, least["attention"].bytes / machine.read(total(least).bytes))
     angles = T * hd // 2 * (1 if stage in WHOLE else 2 * L)  # of q and of k, each a cosine and a sine
     ns = {
         "matmul": sum(cost_of(stage, config, T, machine, types)) * 1e6,
-        "attention": looks * (look_ns + exp_ns),
+        "attention": attention,
         "rms_norm": chained,
         "rope": angles * 2 * machine.exp_ns + parts["rope"].flops / machine.scalar_gflops,
         "silu": T * F * L * exp_ns,
@@ -504,21 +536,26 @@ def expect(
     machine: Machine,
     threads: int = 1,
     types: dict[str, dict[str, int]] | None = None,
+    like: str | None = None,
 ) -> Expectation | None:
     """What `stage` takes for a prompt of T tokens and n new ones; None for a stage without a cost function.
 
-    The bound is the file's own (weight_bytes from file_bytes): each weight read once a forward pass, as stored. A stage
-    that computes from the file's blocks needs their types (file_types), else takes them for float32.
+    like: the stage whose expectation this is, where that has no cost function of its own: the bound is its.
+
+    The bound is that of the file (weight_bytes from file_bytes), each weight read once a forward pass, as stored, and
+    of what the stage multiplies and keeps. A stage that computes from the file's blocks needs their types (file_types),
+    else takes them for float32.
     """
     if stage not in COSTS:
         return None
     alone, machine = machine, of_team(stage, machine, threads)
+    kind, kept = operands(like or stage), cache_bytes(like or stage)
 
     def forward(new: int, seen: int) -> float:
         return pass_ms(stage, config, new, seen, machine, types)
 
     def bound(new: int, seen: int) -> float:
-        return bound_ms(total(work(config, new, seen, weight_bytes)), alone, threads)
+        return pass_bound_ms(work(config, new, seen, weight_bytes, kept=kept), alone, threads, kind)
 
     step = n // SAMPLES + 1
     later = range(T + 1 + step // 2, T + n, step)  # the middle of each step: what a token takes grows nearly in line
@@ -619,7 +656,7 @@ def expectation(stage: str, job, machine: Machine) -> dict:
         return bounds(stage, job, machine).to_json()
     found = expect(
         *(known, job.gguf.config, file_bytes(weights), len(job.ids), job.room, machine, job.threads),
-        file_types(weights),
+        *(file_types(weights), stage),
     )
     if stage in PEERS:
         nothing = {"ttft_ms": None, "ms_per_token": None, "ops": {}}
@@ -634,7 +671,7 @@ def bounds(stage: str, job, machine: Machine) -> Expectation:
     config, weights, T = job.gguf.config, file_bytes(job.gguf.weights), len(job.ids)
 
     def bound(new: int, seen: int) -> float:
-        return bound_ms(total(work(config, new, seen, weights)), machine, job.threads)
+        return pass_bound_ms(work(config, new, seen, weights, kept=cache_bytes(stage)), machine, job.threads)
 
     later = mean(bound(1, T + i) for i in range(1, job.room))
     return Expectation(stage, None, None, bound(T, T), later, {}, "its chapter predicts it from the stage before")
@@ -836,18 +873,21 @@ def against_tokens(
     types: dict[str, dict[str, int]] | None = None,
 ) -> list[tuple[int, float | None, float]]:
     """(T, expected ms, bound ms) of one forward pass for each T; types as in expect."""
-    found = []
+    found, kept = [], cache_bytes(stage)
     for T in tokens:
-        least = bound_ms(total(work(config, T, T, weight_bytes)), machine, threads)
+        least = pass_bound_ms(work(config, T, T, weight_bytes, kept=kept), machine, threads, operands(stage))
         known = stage in COSTS
         found.append((T, pass_ms(stage, config, T, T, machine, types) if known else None, least))
     return found
 
 
-def knee(config, weight_bytes: dict[str, int], machine: Machine, threads: int = 1, most: int = 4096) -> int | None:
+def knee(
+    config, weight_bytes: dict[str, int], machine: Machine, threads: int = 1, kind: str = "float32", most: int = 4096
+) -> int | None:
     """The fewest tokens in one pass at which arithmetic, not memory, sets the bound; None up to `most`."""
     for T in range(1, most + 1):
-        w = total(work(config, T, T, weight_bytes))
-        if w.intensity >= ridge(machine, w.bytes, threads):
+        parts = work(config, T, T, weight_bytes)
+        nbytes = total(parts).bytes
+        if arithmetic_ns(parts, machine, threads, kind) >= nbytes / machine.read(nbytes, threads):
             return T
     return None

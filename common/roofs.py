@@ -25,6 +25,7 @@ def document(job: Job, stage: str | None, tokens: str | None, again: bool, save:
     config, T = job.gguf.config, len(job.ids)
     here = machine.measure(again, walks=roofline.walks([stage] if stage else [], config))
     weight_bytes = roofline.file_bytes(job.gguf.weights)
+    kind = roofline.operands(stage) if stage else "float32"
     found = {
         "schema": records.SCHEMA,
         "machine": here.to_json(),
@@ -33,8 +34,8 @@ def document(job: Job, stage: str | None, tokens: str | None, again: bool, save:
         "threads": job.threads,
         "stage": stage,
         "bounds": bound_rows(config, weight_bytes, T, here, job.threads),
-        "ridge_flop_per_byte": roofline.ridge(here, sum(weight_bytes.values()), job.threads),
-        "knee_tokens": roofline.knee(config, weight_bytes, here, job.threads),
+        "ridge_flop_per_byte": roofline.ridge(here, sum(weight_bytes.values()), job.threads, kind),
+        "knee_tokens": roofline.knee(config, weight_bytes, here, job.threads, kind),
         "tokens": measured(job, stage, counts, here, weight_bytes) if stage else [],
         "commit": records.commit(),
     }

@@ -114,7 +114,7 @@ def machine(place: Place, drawn: list) -> dict:
         "slug": place.slug,
         "name": place.name,
         "about": report.about(place),
-        "headline": headline(climbs[0]) if climbs else [],
+        "headline": headline(place, climbs[0]) if climbs else [],
         "first": sorted(first, key=lambda p: p.name != f"climb-{climbs[0].metric}"),
         "plots": [p for p in shown if p not in first],
         "lost": [line.removeprefix("* ") for line in report.lost(place)],
@@ -122,23 +122,23 @@ def machine(place: Place, drawn: list) -> dict:
     }
 
 
-def headline(climb) -> list[tuple[str, str]]:
+def headline(place: Place, climb) -> list[tuple[str, str]]:
     """Two or three numbers that sum a climb up, each with its sentence."""
     metric, first, best = climb.metric, climb.first, climb.best
     ms, of = best.ms[metric], "a token" if metric == "token" else "the prompt"
     told = []
     if first.at == best.at and first is not best:
-        change = f"{show.number(first.ms[metric])} → {show.number(ms)} ms"
-        told.append((show.times(first.ms[metric] / ms), f"faster for {of}, {first.stage} to {best.stage}: {change}"))
+        change = f"{first.stage} to {best.stage}: {show.number(first.ms[metric])} → {show.number(ms)} ms"
+        told.append((show.times(first.ms[metric] / ms), f"faster for {of} at {best.at}, {change}"))
     told.append((show.times(best.over(metric)), f"the bound, still: {of} takes {show.number(ms)} ms where "
                  f"{show.number(best.bound[metric])} would do"))  # fmt: skip
-    for run in climb.runs:
-        if run.stage in report.PEERS:
-            ratio = run.ms[metric] / ms
-            word = "faster" if ratio > 1 else "slower"
-            told.append((show.times(max(ratio, 1 / ratio)), f"{word} than {run.stage}, which takes "
-                         f"{show.number(run.ms[metric])} ms"))  # fmt: skip
-            break
+    for run in [run for run in climb.runs if run.stage in report.PEERS][:1]:
+        mine = next((r for r in place.runs if (r.stage, r.file) == (best.stage, run.file) and r.at == run.at), None)
+        mine, apart = (mine, "") if mine else (best, ", two records")
+        ratio = run.ms[metric] / mine.ms[metric]
+        word = "faster" if ratio > 1 else "slower"
+        times = f"{show.number(mine.ms[metric])} ms against {show.number(run.ms[metric])}"
+        told.append((show.times(max(ratio, 1 / ratio)), f"{word} than {run.stage} at {run.at}: {times}{apart}"))
     return told
 
 

@@ -132,7 +132,7 @@ def test_it_is_one_more_column(compared):
     assert [p["metric"] for p in compared["pairs"]] == ["ttft_ms", "ms_per_token"]
     assert compared["changed"] == {"llama.cpp": []}
     assert (peer["expect"]["ttft_ms"], peer["jit_ms"]) == (None, 0)
-    assert peer["expect"]["bound_ttft_ms"] == simd["expect"]["bound_ttft_ms"]
+    assert 0 < peer["expect"]["bound_ttft_ms"] < simd["expect"]["bound_ttft_ms"]  # it multiplies 8-bit integers
 
 
 def test_its_build_is_recorded(compared):

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cli
-from common import chapters, plots, report, show
+from common import chapters, figures, plots, report, roofline, show
 from common.figures import REPORTS, multiply_adds
 
 TIMED = [path for kind in ("compare/*", "llm/*", "*/ladder") for path in REPORTS.glob(f"*/{kind}.json")]
@@ -67,9 +67,9 @@ def test_the_bound_of_a_record_without_one_is_what_a_comparison_states(places):
         for run in place.runs:
             size = place.sizes.get(run.model)
             if "/compare/" in run.file and size and place.roofs:
-                works = report.works(size, None, run.prompt)
+                passes = report.passes(size, run.stage, run.prompt)
                 for metric in [m for m in report.METRICS if run.bound[m]]:
-                    now = report.bound(place, works[metric], run.threads)
+                    now = report.bound(place, passes[metric], run.threads, run.stage)
                     assert now == pytest.approx(run.bound[metric], rel=0.1), (run.file, metric)  # roofs of another day
                     checked += 1
     assert checked
@@ -78,7 +78,7 @@ def test_the_bound_of_a_record_without_one_is_what_a_comparison_states(places):
 def test_a_prompt_is_held_against_the_highest_peak_that_any_record_of_its_gpu_measured(places):
     place = places["nvidia-h200"]
     run = next(r for r in place.runs if (r.stage, r.shape) == ("cuda", "pp512"))
-    flops = report.works(place.sizes[run.model], None, 512)["prompt"].flops
+    flops = report.works(place.sizes[run.model], "cuda", 512)["prompt"].flops
     assert run.bound["prompt"] == pytest.approx(flops / multiply_adds(REPORTS / place.slug) / 1e6)
 
 
@@ -109,7 +109,7 @@ def test_losses_are_told_with_their_reason(one):
         return [line for line in told(folder).splitlines() if line.startswith(f"* {first['b']} against {first['a']}, ")]
 
     (line,) = losses(verdict="slower", ratio=0.5)
-    assert line.endswith(": TTFT 2.00× the time before (1.60× to 2.50×): unpacking decides.")
+    assert line.endswith(": TTFT 2.00× the time before (1.60× to 2.50×); expected: unpacking decides.")
     (line,) = losses(verdict="no measurable change", ratio=1.0, expected_ratio=2.0)
     assert line.endswith("(1.60× to 2.50×), where 0.500× was expected: unpacking decides.")
     assert losses(expected_ratio=1.0) == []
@@ -118,7 +118,28 @@ def test_losses_are_told_with_their_reason(one):
     first |= {"a": first["b"], "b": first["a"]}
     second |= {**first, "metric": "ms_per_token", "verdict": "slower"}
     (line,) = losses(verdict="slower")
-    assert "unpacking decides. ms/token" in line and line.endswith("(1.60× to 2.50×): memory decides.")
+    assert "unpacking decides. ms/token" in line and line.endswith("(1.60× to 2.50×); expected: memory decides.")
+
+
+def test_a_step_measured_backwards_is_turned_round(one):
+    folder, path, document = one
+    want = figures.in_order(document)
+    first = document["pairs"][0]
+    first |= {"verdict": "faster", "ratio": 2.0, "low": 1.6, "high": 2.5, "expected_ratio": 4.0}
+    document["stages"].reverse()
+    back = {"verdict": "slower", "ratio": 0.5, "low": 0.4, "high": 0.625, "expected_ratio": 0.25}
+    document["pairs"][0] = {**first, **back, "a": first["b"], "b": first["a"]}
+    assert figures.in_order(document) == want
+    path.write_text(json.dumps(document), "utf-8")
+    pair = report.gather(folder)[0].pairs[0]
+    assert {key: pair[key] for key in first} == first and pair["at"]
+    assert "of two records" not in told(folder)
+
+
+def test_no_record_is_below_the_bound_of_what_its_stage_multiplies(places):
+    for place in places.values():
+        for run in place.runs:
+            assert all((run.over(metric) or 1) > 1 / roofline.SLACK for metric in report.METRICS), run
 
 
 def test_what_has_no_record_is_left_out_with_its_command(one):

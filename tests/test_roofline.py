@@ -9,6 +9,7 @@ import pytest
 from common import roofline
 from common.machine import GB, KB, MB, Cache, Machine, Walk
 from common.roofline import Work
+from common.stage import source_path
 
 MACHINE = Machine(
     name="Made-up 9000",
@@ -204,6 +205,48 @@ def test_the_bound_is_memory_then_arithmetic():
     for T, memory in ((at - 1, True), (at, False)):
         w = roofline.total(roofline.work(BIG, T, T, stored))
         assert (w.intensity < roofline.ridge(MACHINE, w.bytes)) is memory
+
+
+def test_a_pass_is_bound_by_what_its_stage_multiplies_and_keeps():
+    stored = roofline.float_bytes(BIG)
+    floats, integers, halves = (
+        roofline.expect(s, BIG, stored, 512, 2, MACHINE) for s in ("quantized", "threads", "half_cache")
+    )
+    parts = roofline.work(BIG, 512, 512, stored)
+    products, whole = parts["matmul"].flops, roofline.total(parts).flops
+    assert floats.bound_ttft_ms == pytest.approx(whole / 100.0 / 1e6)
+    assert integers.bound_ttft_ms == pytest.approx((products / 300.0 + (whole - products) / 100.0) / 1e6)
+    assert integers.bound_ms_per_token == floats.bound_ms_per_token
+    once = roofline.total(roofline.work(BIG, 1, 513, stored)).bytes
+    fewer = 2 * 2 * 513 * BIG.G * BIG.hd * BIG.L  # two of the four bytes of each key's and value's number
+    assert integers.bound_ms_per_token == pytest.approx(once / MACHINE.read(once) / 1e6)
+    assert halves.bound_ms_per_token == pytest.approx((once - fewer) / MACHINE.read(once - fewer) / 1e6)
+    assert halves.bound_ttft_ms == integers.bound_ttft_ms
+
+
+def test_what_a_stage_multiplies_and_keeps_is_what_its_file_says(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text('OPERANDS = "int8"\n')
+    names = ["naive", "quantized", "integer", "half_cache", "prefill", "llama.cpp", str(mine), "nothing.py"]
+    kinds = ["float32", "float32", "int8", "int8", "float16", "int8", "int8", "float32"]
+    assert [roofline.operands(n) for n in names] == kinds
+    assert [roofline.cache_bytes(n) for n in names] == [4, 4, 4, 2, 2, 2, 2, 2]
+    for stage in roofline.HALVED:
+        assert "float16" in source_path(stage).read_text("utf-8")
+
+
+def test_a_lone_token_is_expected_to_wait_for_all_keys_and_values():
+    def attention(stage, S):
+        return roofline.op_times(stage, BIG, 1, S, MACHINE)["attention"]
+
+    assert attention("threads", 2) < attention("threads", 20000)
+    read = {k: roofline.total(roofline.work(BIG, 1, 20000, roofline.float_bytes(BIG), kept=k)).bytes for k in (2, 4)}
+    for stage, kept in (("threads", 4), ("half_cache", 2)):
+        work = roofline.attention(1, 20000, BIG.H, BIG.G, BIG.hd, kept).times(BIG.L)
+        fast = replace(MACHINE, fma_gflops=1e9, int8_gops=1e9)  # then only memory is left
+        assert roofline.op_times(stage, BIG, 1, 20000, fast)["attention"] == pytest.approx(
+            work.bytes / MACHINE.read(read[kept]) / 1e6
+        )
 
 
 def test_a_bound_never_falls_with_more_tokens():
