@@ -377,7 +377,7 @@ def lines(name: str, title: str, caption: str, note: str, values: list, across: 
     drawn = {"x": across, "y": height, "color": told_apart("stage", stages, colours, "stroke")}
     dashed = {**drawn, "strokeDash": told_apart("stage", stages, dashes, "stroke")}
     dotted = {**drawn, "tooltip": told(stage="stage", at="at", ms="told"),
-              "shape": told_apart("stage", stages, shapes) | {"legend": None}}  # fmt: skip
+              "shape": told_apart("stage", stages, shapes, "stroke")}  # fmt: skip
     layers = [
         mark("line", dashed, strokeWidth=2),
         mark("point", dotted, filled=True, size=70, opacity=1),
