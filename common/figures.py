@@ -5,6 +5,7 @@ reports/, and `lesson verify` tells where one no longer holds.
 """
 
 import functools
+import importlib
 import json
 import re
 from pathlib import Path
@@ -97,7 +98,8 @@ def scope(text: str, reports: Path) -> dict:
     """What a formula may name.
 
     load(file) reads a record of `reports` or of another folder; of a kernel ladder's record, row, ms, tflops and
-    ratio (to cuBLAS) take a rung and a shape, counter a rung and a name. run(stage) and pair(stage, metric) read the
+    ratio (to cuBLAS) take a rung and a shape, or what the ladder makes one of: N, or N, D, causal for attention. Where
+    no type is named FP16 comes first. counter takes a rung and a name. run(stage) and pair(stage, metric) read the
     comparisons that the text itself shows, article(which, name) what the two articles printed, types["Q4_K"] a block's
     layout, multiply_adds(machine) the highest GFLOP/s of its records, pulled["smollm2"] a model that can be fetched,
     constant(module, name) a constant of the code.
@@ -105,9 +107,13 @@ def scope(text: str, reports: Path) -> dict:
     load = functools.partial(record, first=reports)
 
     def row(stage, *shape, dtype=None):
-        shape = [*shape] * 3 if len(shape) == 1 else [*shape]
-        rows = [r for r in load("ladder")["rows"] if r["stage"] == stage and r["shape"] == shape]
-        return next(r for r in rows if dtype in (None, r["dtype"]))
+        ladder = load("ladder")
+        square = getattr(importlib.import_module(f"stages.{ladder['ladder']}"), "square", None)
+        if len(shape) == 1 or (square and len(shape) <= 3):
+            shape = square(*shape) if square else shape * 3
+        rows = [r for r in ladder["rows"] if r["stage"] == stage and r["shape"] == [*shape]]
+        rows = [r for r in rows if dtype in (None, r["dtype"])]
+        return max(rows, key=lambda r: r["dtype"] == "float16")
 
     def shown():
         return [record(name) for name in dict.fromkeys(COMPARED.findall(text))]

@@ -138,6 +138,17 @@ def test_a_wrong_figure_is_corrected():
     assert figures.figures(quoted, REPORTS / "gemm") == quoted.replace("99.9", "11.9")
 
 
+def test_a_figure_names_a_shape_as_its_ladder_does(tmp_path):
+    rows = [
+        {"stage": "skip", "shape": [*importlib.import_module("stages.attention").square(512, 64, causal)],
+         "dtype": dtype, "tflops": 10 * causal + (dtype == "float16")}
+        for causal in (0, 1) for dtype in ("bfloat16", "float16")
+    ]  # fmt: skip
+    (tmp_path / "ladder.json").write_text(json.dumps({"ladder": "attention", "rows": rows}))
+    for shape, found in (("512", 11), ("512, 64, 0", 1), ('512, dtype="bfloat16"', 10)):
+        assert figures.figures(f'0<!--= tflops("skip", {shape}) -->', tmp_path).startswith(f"{found}<")
+
+
 def test_pictures_are_those_of_the_code():
     from common import kernel_picture
 
