@@ -26,12 +26,15 @@ class MissingCompiler(CUDAError):
 
 
 class Resources(NamedTuple):
-    """What ptxas gave one kernel: registers a thread; bytes of stack, of spills, and of static shared memory."""
+    """What ptxas gave one kernel: registers a thread; bytes of stack, of spills, and of static shared memory; and
+    whether it made each wgmma wait for the one before, as where it cannot prove that their registers are left alone.
+    """
 
     registers: int
     stack: int
     spills: int
     shared: int
+    serialized: bool
 
 
 class Program:
@@ -200,6 +203,7 @@ def _resources(log: str) -> dict[str, Resources]:
             number(r"(\d+) bytes stack frame"),
             number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             number(r"(\d+) bytes smem"),
+            bool(re.search(rf"wgmma\S* instructions are serialized .*'{name}'", log)),
         )
     return found
 

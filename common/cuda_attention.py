@@ -38,20 +38,24 @@ GIVEN = r"""
     const int* lengths, int H, int G, int Q, int K, int causal
 #define PASSED_ON q, k, v, dout, lse, delta, lengths, H, G, Q, K, causal
 
-template <typename T>  // a warp for each row: (B, H, Q, D) twice -> delta (B, H, Q), the sum of out x dout
-__device__ void row_term(const T* out, const T* dout, float* delta, int D) {
-    const int64 at = (int64)blockIdx.x * D;
+template <typename T>  // 16 bytes a thread: (B, H, Q, D) twice -> delta (B, H, Q), the sum of out x dout over a row
+__device__ void row_term(const T* out, const T* dout, float* delta, int64 rows, int D) {
+    const int64 at = (int64)blockIdx.x * blockDim.x + threadIdx.x, row = at / (D / 8);
     float sum = 0;
-    for (int d = threadIdx.x; d < D; d += 32) sum += plain(out[at + d]) * plain(dout[at + d]);
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (threadIdx.x == 0) delta[blockIdx.x] = sum;
+    if (row < rows) {
+        const uint4 a = ((const uint4*)out)[at], b = ((const uint4*)dout)[at];
+        for (int i = 0; i < 8; ++i) sum += plain(((const T*)&a)[i]) * plain(((const T*)&b)[i]);
+    }
+    for (int step = D / 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (row < rows && threadIdx.x % (D / 8) == 0) delta[row] = sum;
 }
 
-extern "C" __global__ void row_term_float16(const half* out, const half* dout, float* delta, int D) {
-    row_term(out, dout, delta, D);
+extern "C" __global__ void row_term_float16(const half* out, const half* dout, float* delta, int64 rows, int D) {
+    row_term(out, dout, delta, rows, D);
 }
-extern "C" __global__ void row_term_bfloat16(const bfloat* out, const bfloat* dout, float* delta, int D) {
-    row_term(out, dout, delta, D);
+extern "C" __global__ void
+row_term_bfloat16(const bfloat* out, const bfloat* dout, float* delta, int64 rows, int D) {
+    row_term(out, dout, delta, rows, D);
 }
 """
 
@@ -150,7 +154,8 @@ def given(program, q, k, v, out, lse, dout, lengths, causal):
         raise ValueError(f"the backward pass needs out and dout as q, and was given {out.shape} and {dout.shape}")
     out, dout = map(aligned, map(cupy.ascontiguousarray, (out, dout)))
     lse, delta = cupy.ascontiguousarray(lse, "float32"), cupy.empty(lse.shape, "float32")
-    program.launch(f"row_term_{NAMES[str(q.dtype)]}", lse.size, 32, (out, dout, delta, numpy.int32(q.shape[3])))
+    arguments = (out, dout, delta, numpy.int64(lse.size), numpy.int32(q.shape[3]))
+    program.launch(f"row_term_{NAMES[str(q.dtype)]}", -(-q.size // 2048), 256, arguments)
     return q, k, v, dout, lse, delta, lengths, H, G, Q, K, causal
 
 
@@ -183,7 +188,8 @@ def blocks(q, tile: int) -> int:
 
 WGMMA = r"""
 typedef unsigned long long uint64;
-template <typename T> __device__ void look(float* sum, uint64 a, uint64 b, int add);  // (64, 16), (TILE_K, 16)
+template <typename T, int N> __device__ void begin(float* sum, uint64 a, uint64 b);  // (64, 16), (N, 16) -> (64, N)
+template <typename T, int N> __device__ void look(float* sum, uint64 a, uint64 b);  // += (64, 16), (N, 16)
 template <typename T, int D> __device__ void gather(float* sum, const uint32* a, uint64 b, int add);  // (64, 16), (16, D)
 """  # noqa: E501
 
@@ -191,28 +197,37 @@ template <typename T, int D> __device__ void gather(float* sum, const uint32* a,
 def wgmma(function: str, kind: str, columns: int, left: str) -> str:
     """CUDA for one wgmma: 64 rows by 16 k's times 16 k's by `columns`. `left` is 'shared' or 'registers'.
 
-    Left from shared memory, the right matrix has its k's contiguous; left in registers, its columns.
+    Left from shared memory, the right matrix has its k's contiguous; left in registers, its columns. `begin` takes
+    nothing from what `sum` was, and `gather` only where `add`: sums that were set to 0 would make each one wait.
     """
-    sums = columns // 2
-    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(sums))
-    a = f"%{sums}" if left == "shared" else "{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}"
-    given = '"l"(a)' if left == "shared" else ", ".join(f'"r"(a[{i}])' for i in range(4))
-    b, add = (sums + 1, sums + 2) if left == "shared" else (sums + 4, sums + 5)
+    sums, fresh = columns // 2, function.startswith("begin")
+    outputs = ", ".join(f'"{"=" if fresh else "+"}f"(sum[{i}])' for i in range(sums))
+    if left == "shared":
+        a, b, add = f"%{sums}", f"%{sums + 1}", "0" if fresh else "1"
+        parameters, given, turned = "uint64 a, uint64 b", '"l"(a), "l"(b)', "0, 0"
+    else:
+        a, b, add = "{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}", f"%{sums + 4}", f"%{sums + 5}"
+        parameters, turned = "const uint32* a, uint64 b, int add", "1"
+        given = ", ".join(f'"r"(a[{i}])' for i in range(4)) + ', "l"(b), "r"(add)'
     return f"""
-template <> __device__ void {function}(float* sum, {"uint64" if left == "shared" else "const uint32*"} a, uint64 b, int add) {{
-    asm volatile("{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;"
+template <> __device__ void {function}(float* sum, {parameters}) {{
+    asm volatile("{{ .reg .pred add; setp.ne.b32 add, {add}, 0;"
                  " wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{", ".join(f"%{i}" for i in range(sums))}}},"
-                 " {a}, %{b}, add, 1, 1, {"0, 0" if left == "shared" else "1"}; }}"
-                 : {outputs} : {given}, "l"(b), "r"(add));
+                 " {a}, {b}, add, 1, 1, {turned}; }}"
+                 : {outputs} : {given});
 }}
 """  # noqa: E501
 
 
-def wgmma_products(columns: int) -> str:
-    """CUDA for both products of attention: queries times `columns` keys, and weights times values."""
+def wgmma_products(*columns: int) -> str:
+    """CUDA for both products of attention: queries times so many keys, and weights times values."""
     products = [
-        wgmma(f"look<{element}>", kind, columns, "shared")
-        + "".join(wgmma(f"gather<{element}, {D}>", kind, D, "registers") for D in (64, 128))
+        "".join(
+            wgmma(f"{function}<{element}, {N}>", kind, N, "shared")
+            for N in sorted(set(columns))
+            for function in ("begin", "look")
+        )
+        + "".join(wgmma(f"gather<{element}, {D}>", kind, D, "registers") for D in HEADS)
         for element, kind in (("half", "f16"), ("bfloat", "bf16"))
     ]
     return WGMMA + "".join(products)

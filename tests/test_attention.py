@@ -162,11 +162,10 @@ def test_fragments_are_those_that_the_tensor_core_takes(stage):
     for n, lane, e in itertools.product(range(2), range(32), range(4)):
         i, j = lane // 4 + e // 2 * 8, n * 8 + lane % 4 * 2 + e % 2  # as the mask and the output count
         assert score[n][lane, e] == pytest.approx(q[i] @ k[j])
-    weights, paired = np.zeros((32, 4, 2)), re.search(r"a\[r\]\[p\] = pair<T>\(([^;]*)\);", source)[1]
-    places = re.findall(r"score\[r\]\[([^\]]*)\]\[([^\]]*)\]", paired)
-    for p, (e, (fragment, place)) in itertools.product(range(4), enumerate(places)):
-        at = [formula(f"x = {text};", r"x = ([^;]*);")(n=0, p=p) for text in (fragment, place)]
-        weights[:, p, e] = score[at[0]][:, at[1]]
+    weights, two = np.zeros((32, 4, 2)), re.search(r"two = &score\[r\]\[([^\]]*)\]\[([^\]]*)\];", source).groups()
+    fragment, place = (formula(f"x = {text};", r"x = ([^;]*);") for text in two)
+    for p, e in itertools.product(range(4), range(2)):
+        weights[:, p, e] = score[fragment(n=0, p=p)][:, place(n=0, p=p) + e]
     b = matrices(v, addresses("fragment_turned", "values"), turned=True)
     full = q @ k.T @ v
     for n, half in enumerate((b[:, :2], b[:, 2:])):

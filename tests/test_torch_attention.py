@@ -16,7 +16,7 @@ import pytest
 from stages.attention import Shape
 
 pytestmark = pytest.mark.peers
-PAIRS = [("triton", "triton"), ("hopper", "skip"), ("flash", "recomputed")]
+PAIRS = [("triton", "triton"), ("hopper", "hopper"), ("skip", "skip"), ("flash", "recomputed")]
 TYPES = ("float16", "bfloat16")
 
 

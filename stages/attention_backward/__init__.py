@@ -12,7 +12,7 @@ from stages import attention
 from stages.attention import AXES, ODD_SHAPES, SHAPE, SHAPES, parse, rounded, shortest, square  # noqa: F401  its own
 
 ENTRY = "backward"
-STAGES = dict.fromkeys(("stored", "recomputed", "split", "skip", "triton"), ("float16", "bfloat16"))
+STAGES = dict.fromkeys(("stored", "recomputed", "split", "skip", "hopper", "triton"), ("float16", "bfloat16"))
 TOLERANCE = {  # of dq, dk and dv; weights, their gradients and the given out are rounded to the operands' type: `sums`
     "float16": ({"rounding": 2.0**-11, "sums": 2.0**-9, "tiny": 2.0**-24, "nmse": 1e-5},) * 3,
     "bfloat16": ({"rounding": 2.0**-8, "sums": 2.0**-6, "tiny": 2.0**-126, "nmse": 1e-3},) * 3,

@@ -3,7 +3,9 @@
 Idea    Computing a tile's weights twice can be cheaper than having every block add to the same memory.
 Was     All blocks added their shares of dq to one FP32 array, which then had to be rounded into another.
 Change  The kernel for keys and values leaves dq alone. A second one takes 64 queries a block and walks over the keys,
-        as the forward pass does, with the sum for its queries in registers.
+        as the forward pass does, with the sum for its queries in registers. What dq took is room for more: the next
+        tile is on its way while one is used, and where heads are small, fragments of the rows that a block keeps stay
+        in registers.
 Expect  Seven products instead of five, but no additions in memory and no pass to round them; and the same bits in every
         run. Which weighs more depends on how fast the GPU adds in its L2.
 """
@@ -13,10 +15,10 @@ from common.cuda_attention import FRAGMENTS, GIVEN, TYPES, blocks, given, name
 
 PREVIOUS = "recomputed"
 CHANGES = (
-    "blocks",
-    "TILE_Q",
-    "TILE_K",
+    "TILE",
     "SOURCE",
+    "SOURCE.copy_word",
+    "SOURCE.across",
     "SOURCE.of_keys",
     "SOURCE.of_queries",
     "SOURCE.of_keys_float16_64",
@@ -37,10 +39,9 @@ CHANGES = (
 )
 ARCHS = ("sm_80", "sm_90")
 
-TILE_Q = 64  # queries a tile; for their own gradient a block, 16 for each warp
-TILE_K = 64  # keys a block, or a tile
-THREADS = TILE_K * 2
-OPTIONS = (f"-DTILE_Q={TILE_Q}", f"-DTILE_K={TILE_K}", f"-DTHREADS={THREADS}")
+TILE = 64  # keys or queries a block, 16 for each warp; and queries or keys that it takes at a time
+THREADS = TILE * 2
+OPTIONS = (f"-DTILE={TILE}", f"-DTHREADS={THREADS}")
 
 SOURCE = (
     TYPES
@@ -48,42 +49,58 @@ SOURCE = (
     + FRAGMENTS
     + r"""
 template <typename T, int D> struct Tiles {
-    T q[TILE_Q][D + 8], dout[TILE_Q][D + 8], k[TILE_K][D + 8], v[TILE_K][D + 8];
-    float lse[TILE_Q], delta[TILE_Q];
-    int seen[TILE_Q];
+    T kept[2][TILE][D + 8], walked[2][2][TILE][D + 8];  // a pair of matrices each; of those walked over, the next also
+    float terms[2][2][TILE];                            // lse and delta of queries that are walked over
 };
 
+__device__ void copy_word(float* to, const float* from, bool inside) {  // as `copy`, of 4 bytes
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address(to)), "l"(from), "r"(inside ? 4 : 0)
+                 : "memory");
+}
+
 // The first rows of a matrix into shared memory, zeros after its last. + 8: rows fall in different banks.
-template <int COUNT, int D, typename T> __device__ void take(T (*to)[D + 8], const T* from, int rows) {
+template <int D, typename T> __device__ void take(T (*to)[D + 8], const T* from, int rows) {
 #pragma unroll
-    for (int i = 0; i < COUNT * D / 8 / THREADS; ++i) {
+    for (int i = 0; i < TILE * D / 8 / THREADS; ++i) {
         const int row = threadIdx.x / (D / 8) + i * (8 * THREADS / D), d = threadIdx.x % (D / 8) * 8;
         copy(&to[row][d], from + row * D + d, row < rows);
     }
 }
 
-// 16 rows of a, from `down` on, by all rows of b: what is contiguous in both is summed over.
-template <typename T, int COLUMNS, int D>
-__device__ void across(float (*sum)[4], const T (*a)[D + 8], int down, const T (*b)[D + 8]) {
+template <int D> struct Left {  // fragments of 16 rows that a warp keeps: all, where registers have room for them
+    static constexpr bool KEPT = D <= 64;
+    uint32 of[KEPT ? D / 16 : 1][4];
+    template <typename T> __device__ void load(const T (*rows)[D + 8], int d) {
+        fragment(of[KEPT ? d / 16 : 0], &rows[threadIdx.x % 16][d + threadIdx.x % 32 / 16 * 8]);
+    }
+    template <typename T> __device__ void keep(const T (*rows)[D + 8]) {
+        if (KEPT)
+            for (int d = 0; d < D; d += 16) load(rows, d);
+    }
+};
+
+// 16 rows of a by all rows of b: what is contiguous in both is summed over.
+template <typename T, int D>
+__device__ void across(float (*sum)[4], Left<D>& left, const T (*a)[D + 8], const T (*b)[D + 8]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
-        uint32 left[4], right[4];
-        fragment(left, &a[down + lane % 16][d + lane / 16 * 8]);
+        uint32 right[4], *a16 = left.of[left.KEPT ? d / 16 : 0];
+        if (!left.KEPT) left.load(a, d);
 #pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n += 2) {
+        for (int n = 0; n < TILE / 8; n += 2) {
             fragment(right, &b[n * 8 + lane % 8 + lane / 16 * 8][d + lane / 8 % 2 * 8]);
-            multiply<T>(sum[n], left, right), multiply<T>(sum[n + 1], left, right + 2);
+            multiply<T>(sum[n], a16, right), multiply<T>(sum[n + 1], a16, right + 2);
         }
     }
 }
 
-// 16 rows of sums, as they lie in registers and rounded, by the matrix b: += (16, ROWS) @ (ROWS, D)
-template <typename T, int ROWS, int D>
+// 16 rows of sums, as they lie in registers and rounded, by the matrix b: += (16, TILE) @ (TILE, D)
+template <typename T, int D>
 __device__ void onward(float (*sum)[4], const float (*a)[4], const T (*b)[D + 8]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < ROWS / 8; n += 2) {
+    for (int n = 0; n < TILE / 8; n += 2) {
         uint32 left[4], right[4];
         for (int p = 0; p < 4; ++p) left[p] = pair<T>(a[n + p / 2][p % 2 * 2], a[n + p / 2][p % 2 * 2 + 1]);
 #pragma unroll
@@ -94,99 +111,133 @@ __device__ void onward(float (*sum)[4], const float (*a)[4], const T (*b)[D + 8]
     }
 }
 
+// A warp's 16 rows of sums, scaled and rounded, to those of 64 rows that are there.
+template <typename T, int D> __device__ void write(T* to, const float (*sum)[4], int rows, float scale) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    for (int h = 0; h < 2; ++h)
+        if (row + 8 * h < rows)
+#pragma unroll
+            for (int d = 0; d < D / 8; ++d)
+                *(uint32*)&to[(row + 8 * h) * D + d * 8 + lane % 4 * 2] =
+                    pair<T>(sum[d][2 * h] * scale, sum[d][2 * h + 1] * scale);
+}
+
 template <typename T, int D> __device__ void of_keys(GIVEN(T), T* dk, T* dv) {  // dk, dv: (B, G, K, D)
     extern __shared__ __align__(16) char shared[];
     Tiles<T, D>& tile = *(Tiles<T, D>*)shared;
-    const int tiles = (K + TILE_K - 1) / TILE_K, group = blockIdx.x / tiles, j0 = blockIdx.x % tiles * TILE_K;
+    const int tiles = (K + TILE - 1) / TILE, group = blockIdx.x / tiles, j0 = blockIdx.x % tiles * TILE;
     const int lane = threadIdx.x % 32, down = threadIdx.x / 32 * 16;  // the warp's first key in the tile
     const int length = lengths[group / G], begin = 0;
-    take<TILE_K, D>(tile.k, k + ((int64)group * K + j0) * D, K - j0);
-    take<TILE_K, D>(tile.v, v + ((int64)group * K + j0) * D, K - j0);
-    float key_sum[D / 8][4] = {}, value_sum[D / 8][4] = {};
-    for (int head = group * (H / G); head < (group + 1) * (H / G); ++head)
-        for (int i0 = begin; i0 < Q; i0 += TILE_Q) {
-            const int64 row = (int64)head * Q + i0;
-            __syncthreads();  // every warp has left the tiles before
-            take<TILE_Q, D>(tile.q, q + row * D, Q - i0);
-            take<TILE_Q, D>(tile.dout, dout + row * D, Q - i0);
-            if (threadIdx.x < TILE_Q) {
-                const int i = i0 + threadIdx.x;
-                tile.seen[threadIdx.x] = i < Q ? visible(i, length, Q, K, causal) : 0;
-                tile.lse[threadIdx.x] = i < Q ? lse[row + threadIdx.x] * 1.4426950408889634f : 0;
-                tile.delta[threadIdx.x] = i < Q ? delta[row + threadIdx.x] : 0;
-            }
-            asm volatile("cp.async.wait_all;" ::: "memory");
-            __syncthreads();
-            float weight[TILE_Q / 8][4] = {}, change[TILE_Q / 8][4] = {};  // keys down, queries across
-            across<T, TILE_Q, D>(weight, tile.k, down, tile.q);
-            across<T, TILE_Q, D>(change, tile.v, down, tile.dout);
-#pragma unroll
-            for (int n = 0; n < TILE_Q / 8; ++n)
-                for (int e = 0; e < 4; ++e) {
-                    const int i = n * 8 + lane % 4 * 2 + e % 2, j = j0 + down + lane / 4 + e / 2 * 8;
-                    const float p = power(weight[n][e] * (rsqrtf(D) * 1.4426950408889634f) - tile.lse[i]);
-                    weight[n][e] = j < tile.seen[i] ? p : 0;
-                    change[n][e] = weight[n][e] * (change[n][e] - tile.delta[i]);
-                }
-            onward<T, TILE_Q, D>(value_sum, weight, tile.dout);
-            onward<T, TILE_Q, D>(key_sum, change, tile.q);
-        }
+    const int each = (Q - begin + TILE - 1) / TILE, count = each * (H / G);  // tiles of one head, and of all heads
+    const int64 key = (int64)group * K + j0;
+    const float scale = rsqrtf(D) * 1.4426950408889634f;
+    int from[2];  // the first query that sees this thread's key, and the one 8 further
     for (int h = 0; h < 2; ++h) {
         const int j = j0 + down + lane / 4 + 8 * h;
-        const int64 at = ((int64)group * K + j) * D + lane % 4 * 2;
-        if (j >= K) continue;
-#pragma unroll
-        for (int d = 0; d < D / 8; ++d) {
-            *(uint32*)&dk[at + d * 8] = pair<T>(key_sum[d][2 * h] * rsqrtf(D), key_sum[d][2 * h + 1] * rsqrtf(D));
-            *(uint32*)&dv[at + d * 8] = pair<T>(value_sum[d][2 * h], value_sum[d][2 * h + 1]);
-        }
+        from[h] = j < length ? causal ? j + Q - K : 0 : Q;
     }
+    auto fetch = [&](int t) {
+        if (t >= count) return;
+        const int i0 = begin + t % each * TILE, i = threadIdx.x % TILE, which = threadIdx.x / TILE;
+        const int64 row = (int64)(group * (H / G) + t / each) * Q + i0;
+        take<D>(tile.walked[t % 2][0], q + row * D, Q - i0);
+        take<D>(tile.walked[t % 2][1], dout + row * D, Q - i0);
+        copy_word(&tile.terms[t % 2][which][i], (which ? delta : lse) + row + i, i0 + i < Q);
+    };
+    take<D>(tile.kept[0], k + key * D, K - j0);
+    take<D>(tile.kept[1], v + key * D, K - j0);
+    fetch(0);
+    Left<D> keys, values;
+    float key_sum[D / 8][4] = {}, value_sum[D / 8][4] = {};
+    for (int t = 0; t < count; ++t) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();  // this tile is there, and every warp has left the one that the next overwrites
+        fetch(t + 1);
+        if (t == 0) keys.keep(tile.kept[0] + down), values.keep(tile.kept[1] + down);
+        const auto& queries = tile.walked[t % 2][0];
+        const auto& given = tile.walked[t % 2][1];
+        float weight[TILE / 8][4] = {}, change[TILE / 8][4] = {};  // keys down, queries across
+        across<T, D>(weight, keys, tile.kept[0] + down, queries);
+        across<T, D>(change, values, tile.kept[1] + down, given);
+        const int i0 = begin + t % each * TILE;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n) {
+            const float2 less = *(const float2*)&tile.terms[t % 2][0][n * 8 + lane % 4 * 2];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                weight[n][e] = power(weight[n][e] * scale - (e % 2 ? less.y : less.x) * 1.4426950408889634f);
+        }
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (i0 + n * 8 + lane % 4 * 2 + e % 2 < from[e / 2]) weight[n][e] = 0;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n) {
+            const float2 less = *(const float2*)&tile.terms[t % 2][1][n * 8 + lane % 4 * 2];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) change[n][e] = weight[n][e] * (change[n][e] - (e % 2 ? less.y : less.x));
+        }
+        onward<T, D>(value_sum, weight, given);
+        onward<T, D>(key_sum, change, queries);
+    }
+    write<T, D>(dk + key * D, key_sum, K - j0, rsqrtf(D));
+    write<T, D>(dv + key * D, value_sum, K - j0, 1);
 }
 
 template <typename T, int D> __device__ void of_queries(GIVEN(T), T* dq) {  // dq: (B, H, Q, D)
     extern __shared__ __align__(16) char shared[];
     Tiles<T, D>& tile = *(Tiles<T, D>*)shared;
-    const int tiles = (Q + TILE_Q - 1) / TILE_Q, head = blockIdx.x / tiles, i0 = blockIdx.x % tiles * TILE_Q;
+    const int tiles = (Q + TILE - 1) / TILE, head = blockIdx.x / tiles, i0 = blockIdx.x % tiles * TILE;
     const int lane = threadIdx.x % 32, down = threadIdx.x / 32 * 16;  // the warp's first query in the tile
     const int length = lengths[head / H], end = K;
     const int64 row = (int64)head * Q + i0;
-    take<TILE_Q, D>(tile.q, q + row * D, Q - i0);
-    take<TILE_Q, D>(tile.dout, dout + row * D, Q - i0);
+    const float scale = rsqrtf(D) * 1.4426950408889634f;
     k += (int64)(head / (H / G)) * K * D, v += (int64)(head / (H / G)) * K * D;
-    float sum[D / 8][4] = {}, sums_log[2], term[2];
+    float less[2], term[2];
     int seen[2];
     for (int h = 0; h < 2; ++h) {
         const int i = down + lane / 4 + 8 * h;
         const bool inside = i0 + i < Q;
         seen[h] = inside ? visible(i0 + i, length, Q, K, causal) : 0;
-        sums_log[h] = inside ? lse[row + i] * 1.4426950408889634f : 0, term[h] = inside ? delta[row + i] : 0;
+        less[h] = inside ? lse[row + i] * 1.4426950408889634f : 0, term[h] = inside ? delta[row + i] : 0;
     }
-    for (int j0 = 0; j0 < end; j0 += TILE_K) {
-        __syncthreads();  // every warp has left the tiles before
-        take<TILE_K, D>(tile.k, k + (int64)j0 * D, K - j0);
-        take<TILE_K, D>(tile.v, v + (int64)j0 * D, K - j0);
+    auto fetch = [&](int j0) {
+        if (j0 >= end) return;
+        take<D>(tile.walked[j0 / TILE % 2][0], k + (int64)j0 * D, K - j0);
+        take<D>(tile.walked[j0 / TILE % 2][1], v + (int64)j0 * D, K - j0);
+    };
+    take<D>(tile.kept[0], q + row * D, Q - i0);
+    take<D>(tile.kept[1], dout + row * D, Q - i0);
+    fetch(0);
+    Left<D> queries, given;
+    float sum[D / 8][4] = {};
+    for (int j0 = 0; j0 < end; j0 += TILE) {
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        float weight[TILE_K / 8][4] = {}, change[TILE_K / 8][4] = {};  // queries down, keys across
-        across<T, TILE_K, D>(weight, tile.q, down, tile.k);
-        across<T, TILE_K, D>(change, tile.dout, down, tile.v);
+        fetch(j0 + TILE);
+        if (j0 == 0) queries.keep(tile.kept[0] + down), given.keep(tile.kept[1] + down);
+        const auto& keys = tile.walked[j0 / TILE % 2][0];
+        const auto& values = tile.walked[j0 / TILE % 2][1];
+        float weight[TILE / 8][4] = {}, change[TILE / 8][4] = {};  // queries down, keys across
+        across<T, D>(weight, queries, tile.kept[0] + down, keys);
+        across<T, D>(change, given, tile.kept[1] + down, values);
 #pragma unroll
-        for (int n = 0; n < TILE_K / 8; ++n)
-            for (int e = 0; e < 4; ++e) {
-                const float p = power(weight[n][e] * (rsqrtf(D) * 1.4426950408889634f) - sums_log[e / 2]);
-                weight[n][e] = j0 + n * 8 + lane % 4 * 2 + e % 2 < seen[e / 2] ? p : 0;
-                change[n][e] = weight[n][e] * (change[n][e] - term[e / 2]);
-            }
-        onward<T, TILE_K, D>(sum, change, tile.k);
-    }
-    for (int h = 0; h < 2; ++h) {
-        const int i = down + lane / 4 + 8 * h;
-        if (i0 + i >= Q) continue;
+        for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
-        for (int d = 0; d < D / 8; ++d)
-            *(uint32*)&dq[(row + i) * D + d * 8 + lane % 4 * 2] =
-                pair<T>(sum[d][2 * h] * rsqrtf(D), sum[d][2 * h + 1] * rsqrtf(D));
+            for (int e = 0; e < 4; ++e) weight[n][e] = power(weight[n][e] * scale - less[e / 2]);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (j0 + n * 8 + lane % 4 * 2 + e % 2 >= seen[e / 2]) weight[n][e] = 0;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) change[n][e] = weight[n][e] * (change[n][e] - term[e / 2]);
+        onward<T, D>(sum, change, keys);
     }
+    write<T, D>(dq + row * D, sum, Q - i0, rsqrtf(D));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -211,8 +262,8 @@ PROGRAM = Program(SOURCE, OPTIONS, ARCHS)
 
 
 def shared(D: int) -> int:
-    """Bytes of shared memory: four tiles, and three numbers for each query."""
-    return (2 * TILE_Q + 2 * TILE_K) * (D + 8) * 2 + 12 * TILE_Q
+    """Bytes of shared memory: two tiles that a block keeps, two pairs that it walks over, and two numbers a query."""
+    return 6 * TILE * (D + 8) * 2 + 16 * TILE
 
 
 def backward(q, k, v, out, lse, dout, lengths, causal):  # as attention, and out, lse, dout -> dq, dk, dv
@@ -221,6 +272,6 @@ def backward(q, k, v, out, lse, dout, lengths, causal):  # as attention, and out
     q, k, v, dout, lse, delta, lengths, *sizes = given(PROGRAM, q, k, v, out, lse, dout, lengths, causal)
     dq, dk, dv = map(cupy.empty_like, (q, k, v))
     arguments, room = (q, k, v, dout, lse, delta, lengths, *sizes), shared(q.shape[3])
-    PROGRAM.launch(name("of_keys", q), blocks(k, TILE_K), THREADS, (*arguments, dk, dv), room)
-    PROGRAM.launch(name("of_queries", q), blocks(q, TILE_Q), THREADS, (*arguments, dq), room)
+    PROGRAM.launch(name("of_keys", q), blocks(k, TILE), THREADS, (*arguments, dk, dv), room)
+    PROGRAM.launch(name("of_queries", q), blocks(q, TILE), THREADS, (*arguments, dq), room)
     return dq, dk, dv
