@@ -79,8 +79,8 @@ def code(path: Path, name: str, module: str | None = None) -> str:
 
 def step(path: Path, *names: str) -> str:
     """What the named definitions changed against the stage before."""
-    previous = source_path(diff.constant(path.with_suffix(".py"), "PREVIOUS"))
-    found = {c.name: c for c in diff.changes(previous, path.with_suffix(".py"))}
+    previous = diff.constant(path.with_suffix(".py"), "PREVIOUS")
+    found = {c.name: c for c in diff.changes(path.with_name(f"{previous}.py"), path.with_suffix(".py"))}
     lines = [line for name in names for line in found[name].unified()]
     return "```diff\n" + "\n".join(lines) + "\n```"
 
