@@ -245,6 +245,13 @@ def trim(out, n: int):
     return out if out.shape[1] == n else out[:, :n].copy()
 
 
+@functools.cache
+def _driver():
+    import ctypes
+
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def tensor_map(a, box: tuple[int, int], columns: int):
     """The 128-byte description of an array of 2 bytes an element that the copy engine (TMA) wants, as a kernel argument
     by value. More than two axes are matrices one after the other: a copy stays within one.
@@ -261,7 +268,7 @@ def tensor_map(a, box: tuple[int, int], columns: int):
     place = place[-place.ctypes.data % 64 :][:128]
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     float16, no_interleave, swizzle_128, promote_256, zeros = 6, 0, 3, 3, 0
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+    error = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place.ctypes.data),
         float16,
         a.ndim,

@@ -1,6 +1,7 @@
 """The command line for kernel ladders, and how their rungs are timed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,6 +270,18 @@ def test_a_rung_too_slow_for_a_shape_is_left_out_by_its_lowest_rate():
     rows += [{"stage": "tiled", "tflops": 0.003, "ms": {}}]
     assert kl.too_slow(rungs, rows, (2048,) * 3, limit_ms=10_000) == ["naive"]
     assert kl.too_slow(rungs, [], (2048,) * 3, limit_ms=1) == []
+
+
+def test_a_type_may_be_measured_at_fewer_shapes(monkeypatch):
+    rungs = kl.ladder("attention_backward")
+    here = SimpleNamespace(launch_ms=lambda: 1.0, peaks=lambda dtypes: {}, machine=dict)
+    monkeypatch.setattr(kl, "device", lambda rungs: here)
+    monkeypatch.setattr(kl, "check", lambda *args, **kwargs: {"right": True})
+    monkeypatch.setattr(kl, "measure", lambda rungs, shape, dtype, *rest: [{"dtype": dtype, "shape": shape}])
+    rows = kl.measured(rungs, "attention_backward", 1.0, 1.0)["rows"]
+    assert [row["shape"] for row in rows if row["dtype"] == "float16"] == rungs.SHAPES
+    assert [row["shape"] for row in rows if row["dtype"] == "bfloat16"] == rungs.FEWER["bfloat16"]
+    assert set(rungs.FEWER["bfloat16"]) < set(rungs.SHAPES)
 
 
 def test_a_numba_rung_is_known_by_its_code_and_not_by_its_docstring(folder):

@@ -9,7 +9,7 @@ import sys
 
 from common.cuda_attention import array, tensor
 from stages import attention
-from stages.attention import AXES, ODD_SHAPES, SHAPE, SHAPES, parse, rounded, shortest, square  # noqa: F401  its own
+from stages.attention import AXES, FEWER, ODD_SHAPES, SHAPE, SHAPES, parse, rounded, shortest, square  # noqa: F401
 
 ENTRY = "backward"
 STAGES = dict.fromkeys(("stored", "recomputed", "split", "skip", "hopper", "triton"), ("float16", "bfloat16"))

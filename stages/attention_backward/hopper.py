@@ -410,8 +410,8 @@ def backward(q, k, v, out, lse, dout, lengths, causal):  # as attention, and out
         return [tensor_map(a.reshape(-1, *a.shape[2:]), (rows, 64), D) for a in matrices]
 
     rest = (lse, delta, lengths, *sizes)
-    of_keys = (*maps((k, v), 64), *maps((q, dout), TILE_Q), *rest, dk, dv)
-    of_queries = (*maps((q, dout), 64), *maps((k, v), TILE_K[D]), *rest, dq)
-    PROGRAM.launch(name("of_keys", q), blocks(k, 64 * GROUPS), THREADS, of_keys, shared(D, TILE_Q))
-    PROGRAM.launch(name("of_queries", q), blocks(q, 64 * GROUPS), THREADS, of_queries, shared(D, TILE_K[D]))
+    arguments = (*maps((k, v), 64), *maps((q, dout), TILE_Q), *rest, dk, dv)
+    PROGRAM.launch(name("of_keys", q), blocks(k, 64 * GROUPS), THREADS, arguments, shared(D, TILE_Q))
+    arguments = (*maps((q, dout), 64), *maps((k, v), TILE_K[D]), *rest, dq)  # made while the first kernel runs
+    PROGRAM.launch(name("of_queries", q), blocks(q, 64 * GROUPS), THREADS, arguments, shared(D, TILE_K[D]))
     return dq, dk, dv
