@@ -221,7 +221,7 @@ def test_a_comparison_opens_with_the_climb(opened, machines):
 
 def test_rungs_have_numbers_too(opened, places):
     place, ladder = next((p, name) for p in places for name in p.kernels)
-    rows = report.kernel_rows(place, ladder)[:2]
+    rows = list({r["stage"]: r for r in report.kernel_rows(place, ladder)}.values())[:2]  # of a rung's types, one
     page = opened()
     page.select_option("#machine", place.slug)
     choose(page, *(f"{ladder}/{r['stage']}" for r in rows))
