@@ -237,18 +237,20 @@ def chat(name: str | None, job: Job, system: str | None, quiet: bool) -> dict:
 
     From a terminal an error of one turn is told and the next turn follows; from a pipe, a turn a line, it is raised.
     """
-    name = name or fastest()
+    from common.show import named
+
+    name, model = name or fastest(), named(job.model_name)
     source_path(name)
     job.tokenizer.chat([{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "."}])
     typed = sys.stdin.isatty()
     note = Note()
-    note.show(f"loading {job.model_name} into {name} …")
+    note.show(f"loading {model} into {name} …")
     turns = []
     with Engine(name, job) as engine:
         note.clear()
         cached = engine.cached
         if typed:
-            note.say(f"{job.model_name} on {name}: Ctrl-C stops an answer, twice or Ctrl-D ends")
+            note.say(f"{model} on {name}: Ctrl-C stops an answer, twice or Ctrl-D ends")
         talk = Conversation(job, engine.step, cached, system)
         stops = 0  # Ctrl-C since the reader last said something
         for line in messages(typed):

@@ -500,7 +500,8 @@ def race(work: Work, flags: dict, say: Callable) -> Race:
         if not sources.locate(ELSEWHERE["model"]).is_file():
             say(f"{ELSEWHERE['model']} is synthesized first, once: 667 MB, which takes about a minute")
         job = prepare(**ELSEWHERE, stages=[work.stage])
-        say(f"{work.stage} gains {show.times(gain)} at most, too little to judge by, so on to {job.model_name}")
+        on = show.named(job.model_name)
+        say(f"{work.stage} gains {show.times(gain)} at most, too little to judge by, so on to {on}")
         found = rounds(work, job, range(1), say)
     return until_sure(work, found, lambda which: rounds(work, job, which, say))
 
@@ -522,7 +523,7 @@ def turns(work: Work, i: int) -> list[str]:
 
 def rounds(work: Work, job: Job, which: range, say: Callable) -> Race:
     """These rounds on one model."""
-    names = turns(work, 0)
+    names, model = turns(work, 0), show.named(job.model_name)
     taken = {measure: {name: [] for name in names} for measure in ("ttft_ms", "ms_per_token", "peak_rss_mb")}
     watches = [Stopwatch() for _ in which]
     with tempfile.TemporaryDirectory() as folder:
@@ -532,18 +533,18 @@ def rounds(work: Work, job: Job, which: range, say: Callable) -> Race:
             for name in turns(work, i):
                 request = job.request(name, ids=ids, n=NEW, stop_ids=[], warm_ids=drawn(len(ids), job.gguf.config.V))
                 if name == work.name:
-                    on = {job.model_name: request.model}
+                    on = {model: request.model}
                     sample = examined(work, replace(request, rows_file=rows), watch, on, several=False)[0]
                     within_roof(work, job, sample)
-                    close = right(work, request, sample, f"{rows}.0.npy", job.model_name)
+                    close = right(work, request, sample, f"{rows}.0.npy", model)
                 else:
                     sample = harness.run(request)
                 for measure, value in zip(
                     taken, (sample.ttft_ms, sample.ms_per_token(), sample.peak_rss_mb), strict=True
                 ):
                     taken[measure][name].append(value)
-            say(f"round {i + 1} on {job.model_name}: right on {len(ids)} new random ids and {NEW} new tokens, {close}")
-    on = f"{job.model_name}, pp{len(job.ids)}+tg{NEW}"
+            say(f"round {i + 1} on {model}: right on {len(ids)} new random ids and {NEW} new tokens, {close}")
+    on = f"{model}, pp{len(job.ids)}+tg{NEW}"
     return Race(taken, on, lambda measure, value: near(work, job, measure, value), watches, lambda: chain(work, job))
 
 

@@ -367,6 +367,7 @@ def render(document: dict) -> list:
     if any(found[at] and found[at]["verdict"] == "too few runs" for found in document["credit"] for at in PLACES):
         notes.append("? from too few runs to be sure: a larger --budget gives more")
     where = f"{document['machine']['name']}, {document['threads']} thread{'s' * (document['threads'] > 1)}"
+    where += f" · {show.named(document['model'])}"
     return [
         show.heading(head),
         rows,
@@ -374,7 +375,7 @@ def render(document: dict) -> list:
         worth,
         "",
         *notes,
-        show.dim(f"{where} · {document['model']} · {document['shape']}, {document['tokens_timed']} tokens timed"),
+        show.dim(f"{where} · {document['shape']}, {document['tokens_timed']} tokens timed"),
     ]
 
 

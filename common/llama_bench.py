@@ -266,7 +266,7 @@ def render(document: dict) -> list:
         shown += [f"llama-bench and this course's clock are {word}.", peers.told(document["peer"])]
     threads = f"{document['threads']} thread{'s' if document['threads'] > 1 else ''}"
     build = document["build"]["commit"]
-    where = f"{document['machine']['name']}, {threads} · {document['model']['name']} · llama.cpp {build}"
+    where = f"{document['machine']['name']}, {threads} · {show.named(document['model']['name'])} · llama.cpp {build}"
     if document["machine"]["slug"] != machine.slug(machine.identify().name):
         shown.append("These rows are of another machine, so no comparison here shows them.")
     return [*shown, show.dim(where)]

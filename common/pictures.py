@@ -1,5 +1,7 @@
 """The chapters' pictures: what a stage does to memory, drawn as SVG by the same loops that the stage runs."""
 
+import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -189,8 +191,9 @@ def picture(walk: list[tuple[int, int]], caption: str, tile: tuple[int, int, int
 
 
 def drawing(shapes: list[str], caption: str, legend: str) -> str:
-    """Shapes on a sheet of N x K cells, with a caption and a legend below."""
-    width, bottom = N * CELL, (K + 1) * CELL
+    """Shapes on a sheet N cells wide, with a caption and a legend below the lowest."""
+    ends = re.findall(r' y="([\d.]+)"(?:.* height="([\d.]+)")?', "\n".join(shapes))
+    width, bottom = N * CELL, CELL + math.ceil(max(float(y) + float(height or 0) for y, height in ends))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {bottom + 44}" role="img">\n'
         f"<title>{caption}</title>\n<style>{STYLE}</style>\n"

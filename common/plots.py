@@ -15,7 +15,7 @@ from typing import NamedTuple
 from common import report, show
 from common.report import METRICS, Climb, Place, Run
 from common.roofline import CACHELESS, operands
-from common.stage import LADDER, PEERS
+from common.stage import GPU, LADDER, PEERS
 
 PALETTE = {"ink": "#23282d", "soft": "#6a6f75", "line": "#d9d6cf", "stage": "#1f5fa8", "peer": "#7a7f85",
            "bound": "#b3321f", "c0": "#1f5fa8", "c1": "#c9791a", "c2": "#2f8f6b", "c3": "#a24a8f", "c4": "#7a5ad6",
@@ -105,8 +105,8 @@ def names(values: list[str], field: str = "stage") -> dict:
 
 
 def told_apart(field: str, values: list[str], looks: list, symbol: str = "circle") -> dict:
-    """Each value's colour or dashes, with a legend above the plot."""
-    legend = {"title": None, "orient": "top", "columns": 4, "symbolType": symbol}
+    """Each value's colour, dashes or dot ('' for symbol), with a legend above the plot."""
+    legend = {"title": None, "orient": "top", "columns": 4} | ({"symbolType": symbol} if symbol else {})
     legend |= {"symbolSize": 256} if symbol == "stroke" else {}  # px², long enough to show dashes
     return {"field": field, "type": "nominal", "scale": {"domain": values, "range": looks}, "legend": legend}
 
@@ -123,6 +123,7 @@ def layered(values: list[dict], layers: list[dict], height: int, legend: int = 0
         "width": "container",
         "height": height + around,
         "autosize": {"type": "fit", "contains": "padding"},
+        "padding": {"left": 2, "right": 16, "top": 5, "bottom": 5},  # px; right: half of the last label
         "data": {"values": values},
         "layer": layers,
     }
@@ -132,6 +133,13 @@ def mark(kind: str, encoding: dict, **more) -> dict:
     data = {"data": {"values": more.pop("values")}} if "values" in more else {}
     keep = {"transform": [{"filter": more.pop("where")}]} if "where" in more else {}
     return {**data, **keep, "mark": {"type": kind, **more}, "encoding": encoding}
+
+
+def above(text: dict, far: str) -> list[dict]:
+    """Labels above dots, to the left of those that are `far`, on a ground that keeps lines out of them."""
+    sides = ({"align": "right", "dx": 6, "where": far}, {"align": "left", "dx": -4, "where": f"!({far})"})
+    grounds = {"stroke": "$card", "strokeWidth": 4, "strokeJoin": "round"}, {"color": "$ink"}
+    return [mark("text", text, dy=-13, **side, **ground) for ground in grounds for side in sides]
 
 
 def at(values: Iterable[float], room: float = 1.0) -> list[float]:
@@ -180,19 +188,20 @@ def climb(found: Climb, every: list[Climb]) -> Plot:
         mark("rule", line, color="$line", strokeWidth=2),
         mark("rule", {"x": {"datum": 1}}, color="$bound", strokeWidth=2, values=[{}]),
         mark("point", dot, filled=True, size=110, opacity=1, where="datum.alike"),
-        mark("point", dot, fill="$paper", size=90, strokeWidth=2, opacity=1, where="!datum.alike"),
-        mark("text", text, align="right", dx=6, dy=-13, color="$ink", where=far),
-        mark("text", text, align="left", dx=-4, dy=-13, color="$ink", where=f"!({far})"),
+        mark("point", dot, fill="$card", size=90, strokeWidth=2, opacity=1, where="!datum.alike"),
+        *above(text, far),
     ]
     name = f"climb-{found.metric}" + ("" if found.model == every[0].model else f"-{every.index(found)}")
     what = "a token takes after the prompt" if found.metric == "token" else "a prompt takes to its first token"
     caption = f"How many times the bound {what}: {found.model}, {found.shape}"
     others = [f"{run.stage} at {run.at}" for run in found.runs if run.at != found.shape]
     caption += f" (ring{'s' * (len(others) > 1)}: {', '.join(others)})" * bool(others)
-    caption += (
-        ". The bound reads each weight once as the file holds it, and keys and values as the stage keeps them, or does "
-        "the arithmetic at the machine's best rate for what the stage multiplies, whichever takes longer."
-    )
+    caption += "."
+    if found.model == every[0].model:
+        caption += (
+            " The bound reads each weight once as the file holds it, and keys and values as the stage keeps them, or "
+            "does the arithmetic at the machine's best rate for what the stage multiplies, whichever takes longer."
+        )
     columns = ("stage", "shape", f"{METRICS[found.metric]}", "bound ms", "× bound")
     rows = [(r.stage, r.at, show.number(r.ms[found.metric]), show.number(r.bound[found.metric]),
              show.number(r.over(found.metric))) for r in found.runs]  # fmt: skip
@@ -321,7 +330,10 @@ def stacked(passes: list[dict], metric: str) -> Plot:
         caption += " “launches, waits” is what passes while no kernel runs."
     alone = [o["stage"] for o in passes if o["alone"]]
     if alone:
-        caption += f" Of {', '.join(alone)} the records hold kernels timed one by one, which overlap in a run."
+        caption += (
+            f" Of {', '.join(alone)} the records hold kernels timed one by one: what lies between them in a run is "
+        )
+        caption += "not counted, nor that some overlap there."
     rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
     spec = layered(values, layers, 36 * len(stages), legend=len(kept))
     return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)
@@ -347,7 +359,7 @@ def gaps(place: Place) -> Plot | Absent:
         mark("rule", {"y": y, "x": across, "x2": {"field": "p99"}, "tooltip": hint}, color="$stage", strokeWidth=3),
         mark("point", {"y": y, "x": across, "tooltip": hint}, color="$stage", filled=True, size=100, opacity=1),
         mark("point", {"y": y, "x": {"field": "p99", "type": "quantitative"}}, color="$stage", size=70, opacity=1,
-             fill="$paper"),
+             fill="$card"),
     ]  # fmt: skip
     rows = [(v["stage"], v["shape"], *(show.number(v[p]) for p in ("p50", "p90", "p99"))) for v in values]
     caption = f"{next(iter(best.values())).model}: the dot is the median wait for the next token, the ring what 99 in "
@@ -373,15 +385,13 @@ def lines(name: str, title: str, caption: str, note: str, values: list, across: 
     count = len(SERIES)
     looks = {s: (SERIES[i % count], DASHES[i // count % 3], SHAPES[i // count % 3]) for i, s in enumerate(ours)}
     looks |= {s: ("$peer", DASHES[i % 3], "diamond") for i, s in enumerate(theirs)}
-    colours, dashes, shapes = ([looks[s][i] for s in stages] for i in range(3))
-    drawn = {"x": across, "y": height, "color": told_apart("stage", stages, colours, "stroke")}
-    dashed = {**drawn, "strokeDash": told_apart("stage", stages, dashes, "stroke")}
+    colours, shapes = ([looks[s][i] for s in stages] for i in (0, 2))
+    drawn = {"x": across, "y": height, "color": told_apart("stage", stages, colours, "")}
     dotted = {**drawn, "tooltip": told(stage="stage", at="at", ms="told"),
-              "shape": told_apart("stage", stages, shapes, "stroke")}  # fmt: skip
-    layers = [
-        mark("line", dashed, strokeWidth=2),
-        mark("point", dotted, filled=True, size=70, opacity=1),
-    ]
+              "shape": told_apart("stage", stages, shapes, "")}  # fmt: skip
+    layers = [mark("line", drawn, strokeWidth=2, strokeDash=dash, where=f"indexof({alike}, datum.stage) >= 0")
+              for dash in DASHES if (alike := [s for s in stages if looks[s][1] == dash])]  # fmt: skip
+    layers.append(mark("point", dotted, filled=True, size=70, opacity=1))
     least: dict[float, float] = {}
     for v in values:
         if v["bound"]:
@@ -436,8 +446,8 @@ def curve(place: Place, setting: str) -> Plot | Absent:
     """A token's time by how many lie before it, or by the threads that work on it."""
     title, below, note, command = CURVES[setting]
     found: dict[str, dict[tuple[str, int], dict]] = {}
-    for model, stage, value, ms, bound in points(place, setting):
-        found.setdefault(model, {}).setdefault((stage, value), {"ms": ms, "bound": bound})
+    for model, stage, value, ms, bound, shape in points(place, setting):
+        found.setdefault(model, {}).setdefault((stage, value), {"ms": ms, "bound": bound, "shape": shape})
     for model, known in found.items():
         several = Counter(stage for stage, _ in known)
         found[model] = {key: v for key, v in known.items() if several[key[0]] > 1}
@@ -452,16 +462,26 @@ def curve(place: Place, setting: str) -> Plot | Absent:
     across = axis(setting, below, domain=at([v[setting] for v in values]))
     if setting == "threads":
         across["axis"]["values"] = sorted({v[setting] for v in values})
-    caption = f"{model}: ms a token."
+    shapes = {stage: v["shape"] for (stage, _), v in found[model].items()}
+    told = ", ".join(f"{shape} of {stage}" for stage, shape in shapes.items())
+    told = next(iter(shapes.values())) if len(set(shapes.values())) == 1 else told
+    caption = f"{model}: ms a token, {told}."
     if setting == "depth" and any(value == 0 for _, value in found[model]):
         caption += " Depth 0 stands at 1 on the log axis."
     return lines(setting, title, caption, note, values, across, "ms/token", setting)
 
 
 def points(place: Place, setting: str) -> list[tuple]:
-    """(model, stage, value, ms, bound) of `lesson sweep`, then of runs that differ in nothing else."""
+    """(model, stage, value, ms, bound, shape) of `lesson sweep`, then of runs that differ in nothing else."""
     found = [
-        (one["model"], one["stage"], row["value"], row["ms_per_token"]["median"], row["expect"]["bound_ms_per_token"])
+        (
+            one["model"],
+            one["stage"],
+            row["value"],
+            row["ms_per_token"]["median"],
+            row["expect"]["bound_ms_per_token"],
+            one["shape"],
+        )
         for one in place.sweeps
         for row in one["rows"]
         if one["setting"] == setting and row["ms_per_token"]
@@ -472,7 +492,7 @@ def points(place: Place, setting: str) -> list[tuple]:
         same = run.threads == 1 and (run.stage, run.model, count) in deep if setting == "depth" else not depth
         if same and run.ms["token"] and run.shape.startswith("tg"):
             value = int(depth or 0) if setting == "depth" else run.threads
-            found.append((run.model, run.stage, value, run.ms["token"], run.bound["token"]))
+            found.append((run.model, run.stage, value, run.ms["token"], run.bound["token"], count))
     return found
 
 
@@ -504,7 +524,10 @@ def prediction(place: Place) -> Plot | Absent:
     caption = (
         "Each dot is a stage at one shape. On the dashed line it took what was expected of it before it ran, from "
     )
-    caption += "shape and machine alone; above, it took longer."
+    caption += "shape and machine" + ", on a GPU from the profile of the stage before" * any(
+        v["stage"] in GPU for v in values
+    )
+    caption += "; above, it took longer."
     columns = ("stage", "of", "model", "shape", "expected", "measured", "measured / expected")
     spec = layered(values, layers, 380, legend=2)
     return Plot("prediction", "Prediction against result", caption, spec, columns, rows)
@@ -536,8 +559,7 @@ def kernels(place: Place, name: str) -> Plot:
         mark("rule", {"x": {"field": "peak", "type": "quantitative"}}, color="$bound", strokeWidth=2, values=peaks),
         mark("point", {"y": y, "x": across, "color": kinds, "tooltip": told(rung="stage", rate="label", ms="ms")},
              filled=True, size=100, opacity=1),
-        mark("text", text, align="right", dx=6, dy=-12, color="$ink", where=far),
-        mark("text", text, align="left", dx=-4, dy=-12, color="$ink", where=f"!({far})"),
+        *above(text, far),
     ]  # fmt: skip
     shape = report.shape_text(name, rows[0]["shape"])
     caption = f"{shape}."
@@ -579,7 +601,7 @@ def config() -> dict:
 def coloured(spec: dict, name: Callable[[str], str]) -> dict:
     """The specification with each $name in its place as name(…) says."""
     text = json.dumps({**spec, "config": config()})
-    for key in sorted([*PALETTE, "paper"], key=len, reverse=True):
+    for key in sorted([*PALETTE, "card"], key=len, reverse=True):
         text = text.replace(f'"${key}"', json.dumps(name(key)))
     return json.loads(text)
 
@@ -592,7 +614,7 @@ def pictures(plot: Plot) -> tuple[bytes, str]:
     """(PNG, SVG) on white. Raises ImportError without the plot extra."""
     import vl_convert
 
-    spec = coloured(plot.spec, {**PALETTE, "paper": "#ffffff"}.get)
+    spec = coloured(plot.spec, {**PALETTE, "card": "#ffffff"}.get)
     spec |= {"width": WIDTH, "autosize": {"type": "pad"}, "padding": 16, "background": "#ffffff"}
     spec["title"] = {"text": plot.title, "anchor": "start", "fontSize": 16, "offset": 14, "color": PALETTE["ink"]}
     return vl_convert.vegalite_to_png(spec, scale=2), vl_convert.vegalite_to_svg(spec)

@@ -435,5 +435,5 @@ def notes(document: dict) -> list:
             f"{document['positions']:,} positions of {document['text']['name']} in windows of {document['window']} "
             f"tokens{early}; KL in nats; below each figure its {100 * CONFIDENCE:.0f} % interval"
         ),
-        show.dim(f"{document['machine']['name']} · {model['name']} {model['quant']}{version}"),
+        show.dim(f"{document['machine']['name']} · {show.named(model['name'])} {model['quant']}{version}"),
     ]

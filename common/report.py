@@ -190,7 +190,11 @@ def compared(place: Place, document: dict, file: str) -> None:
 def identify(place: Place, machine: dict, commit: dict | None) -> None:
     """Name the machine, and what its records say of it, each thing once."""
     place.name = place.name or machine["name"]
-    told = [f"{machine['cores']} cores, {machine['memory'] / 2**30:,.0f} GiB"] if machine.get("memory") else []
+    told = []
+    if machine.get("memory"):
+        cores, memory = f"{machine['cores']} cores", f"{machine['memory'] / 2**30:,.0f} GiB"
+        beside = "cpu" in machine.get("versions", {})  # a GPU's own memory, its host's cores
+        told = [f"{memory}, {cores} beside it" if beside else f"{cores}, {memory}"]
     told += [machine[key] for key in ("os", "nvidia_smi") if machine.get(key)]
     place.about += [t for t in told if t not in place.about]
     place.versions |= machine.get("versions", {})

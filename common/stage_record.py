@@ -82,7 +82,7 @@ def block(name: str, job: Job, here, budget_s: float) -> dict:
     """All of one model: {model, rows, ms, load_ms, jit_ms, peak_rss_mb, page_faults, agreement, profile, code}."""
     shapes = fitting(name, job, here, budget_s)
     left = sum(ROUNDS * (START_S + min(budget_s, expected_s(name, at(job, s), here))) for s in shapes)
-    print(f"{name}, {job.model_name}: {', '.join(shapes)}, about {left:.0f} s", file=sys.stderr)
+    print(f"{name}, {show.named(job.model_name)}: {', '.join(shapes)}, about {left:.0f} s", file=sys.stderr)
     rows, last = [], None
     with progress() as bar:
         task = bar.add_task(name, total=len(shapes) * ROUNDS)
@@ -155,6 +155,7 @@ def render(document: dict) -> list:
                     f"{r['peak_rss_mb']:,.0f}",
                     f"{r['agreement']['nmse']:.0e}",
                 )
-            shown += [show.heading(f"{found['stage']}, {one['model']['name']} {one['model']['quant']}"), laid, ""]
+            model = f"{show.named(one['model']['name'])} {one['model']['quant']}"
+            shown += [show.heading(f"{found['stage']}, {model}"), laid, ""]
         shown.append(show.dim(f"kept in {file}"))
     return shown

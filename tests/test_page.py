@@ -1,8 +1,10 @@
 """The report's page in a real browser: it says what records say, from a file, by keyboard, dark, light, narrow."""
 
 import json
+import math
 import re
 import shutil
+from collections import Counter
 from html.parser import HTMLParser
 from itertools import combinations
 from math import dist
@@ -204,8 +206,8 @@ def test_the_numbers_above_two_stages_are_the_records(opened, machines):
             assert pair["verdict"] in told and pair["model"] in told
 
 
-def test_a_comparison_opens_with_the_climb(opened, machines):
-    page, checked = opened(), 0
+def test_a_comparison_opens_with_the_climb_unless_only_another_shape_shows_a_change(opened, machines):
+    page, checked = opened(), Counter()
     for place in machines:
         page.select_option("#machine", place.slug)
         main = report.climbs(place)[0]
@@ -214,8 +216,37 @@ def test_a_comparison_opens_with_the_climb(opened, machines):
             before = catalog.entry(stage)["previous"] if stage in LADDER else None
             if before in by_stage:
                 choose(page, before, stage)
-                assert f"{main.model}, {main.shape}" in page.inner_text("#numbers .cards")
-                checked += 1
+                steps = [
+                    p for p in place.pairs if (p["a"], p["b"], p["metric"]) == (before, stage, report.KEYS[main.metric])
+                ]
+                changed = [p for p in steps if p["verdict"] in ("faster", "slower")]
+                here = [p for p in changed if (p["model"], p["at"]) == (main.model, main.shape)]
+                top = max(changed, key=lambda p: abs(math.log(p["ratio"])), default=None)
+                model, at = (top["model"], top["at"]) if changed and not here else (main.model, main.shape)
+                assert f"{model}, {at}" in page.inner_text("#numbers .cards")
+                checked[bool(changed and not here)] += 1
+    assert set(checked) == {False, True}
+
+
+def test_an_address_of_another_machine_shows_that_machine(opened, places):
+    page, place = opened(), places[-1]
+    plot = next(p for p in plots.plots(place) if isinstance(p, plots.Plot))
+    assert page.input_value("#machine") != place.slug
+    page.evaluate(f"location.hash = '{place.slug}-{plot.name}'")
+    page.wait_for_function(f"document.getElementById('machine').value === '{place.slug}'")
+    assert 0 <= page.evaluate(f"document.getElementById('{place.slug}-{plot.name}').getBoundingClientRect().top") < 200
+
+
+def test_the_headline_holds_a_peer_against_a_run_of_the_same_record_or_says_that_it_does_not(places):
+    checked = 0
+    for place in places:
+        climb = report.climbs(place)[0]
+        told = [sentence for _, sentence in webpage.headline(place, climb) if "llama.cpp" in sentence]
+        peer = next((run for run in climb.runs if run.stage == "llama.cpp"), None)
+        for sentence in told:
+            beside = [r for r in place.runs if (r.stage, r.file) == (climb.best.stage, peer.file)]
+            assert ("two records" in sentence) == (not beside) and peer.at in sentence
+            checked += 1
     assert checked
 
 

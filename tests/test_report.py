@@ -203,7 +203,7 @@ def test_sweeps_profiles_and_roofs_are_drawn_as_recorded(one):
         rows = [
             {"value": v, "ms_per_token": {"median": 4.0 + v}, "expect": {"bound_ms_per_token": 2.0}} for v in values
         ]
-        made[f"sweep/{setting}"] = {**head, "setting": setting, "rows": rows}
+        made[f"sweep/{setting}"] = {**head, "setting": setting, "shape": "pp9+tg8", "rows": rows}
     for name, text in made.items():
         (place / name).parent.mkdir(exist_ok=True)
         (place / f"{name}.json").write_text(json.dumps(text), "utf-8")

@@ -69,7 +69,10 @@ const times = (v) => (v ? number(v) + "×" : "–");
 const metrics = { prompt: "TTFT", token: "ms/token" };
 
 // Both stages' times wherever one record has both at a shape; of two records only where no record does.
-// [{model, at, metric, a, b, ratio, expected, verdict}], at the climb's shape first, then paired runs.
+// [{model, at, metric, a, b, ratio, expected, verdict}]: first what runs in turns show to have changed, among those the
+// climb's shape and then the largest change; so a step that pays after a long text leads with one.
+const opposite = { faster: "slower", slower: "faster" };
+const turned = (p) => p && { ...p, ratio: 1 / p.ratio, expected: p.expected && 1 / p.expected, verdict: opposite[p.verdict] || p.verdict };
 function shared(a, b, machine = $("machine").value) {
   const found = [], mine = (stage) => data.runs[machine].filter((run) => run.stage === stage);
   for (const left of mine(a)) for (const right of mine(b)) {
@@ -77,8 +80,9 @@ function shared(a, b, machine = $("machine").value) {
     for (const metric of Object.keys(metrics)) {
       if (!left[metric] || !right[metric]) continue;
       const same = (p) => p.model === left.model && p.at === left.at && p.metric === metric;
-      const pair = left.file === right.file
-        && data.pairs[machine].find((p) => same(p) && p.file === left.file && p.a === a && p.b === b);
+      const of = (x, y) => left.file === right.file
+        && data.pairs[machine].find((p) => same(p) && p.file === left.file && p.a === x && p.b === y);
+      const pair = of(a, b) || turned(of(b, a));
       const wanted = left[metric + "_expected"] / right[metric + "_expected"];
       found.push({ model: left.model, at: left.at, metric, a: left[metric], b: right[metric],
         ratio: pair ? pair.ratio : left[metric] / right[metric], expected: pair ? pair.expected : wanted || null,
@@ -88,8 +92,9 @@ function shared(a, b, machine = $("machine").value) {
   }
   const first = (r) => data.climbs[machine][r.metric] === `${r.model}, ${r.at}`;
   const alone = (r) => !found.some((q) => q.together && q.model === r.model && q.at === r.at && q.metric === r.metric);
+  const changed = (r) => r.verdict in opposite, size = (r) => Math.abs(Math.log(r.ratio));
   return found.filter((r) => r.together || alone(r))
-    .sort((p, q) => first(q) - first(p) || q.paired - p.paired);
+    .sort((p, q) => changed(q) - changed(p) || first(q) - first(p) || q.paired - p.paired || size(q) - size(p));
 }
 
 function kernels(a, b) {
@@ -291,14 +296,16 @@ for (const id of ["stage-a", "stage-b", "whole", "columns"])
 function follow() {
   const [name, two] = decodeURIComponent(location.hash.slice(1)).split("=");
   const place = $(name);
-  if (two) {
+  if (two?.split(",").every((stage) => data.code[stage])) {
     chosen = true;
     [$("stage-a").value, $("stage-b").value] = two.split(",");
     compare();
   }
   if (!place) return;
+  const of = place.closest(".machine")?.dataset.machine;  // what is of another machine is hidden
+  if (of && of !== $("machine").value) { $("machine").value = of; showMachine(); }
   for (let e = place; e; e = e.parentElement) if (e.tagName === "DETAILS") e.open = true;
-  if (two || place.tagName === "DETAILS") place.scrollIntoView();
+  place.scrollIntoView();
   const focus = place.matches("details") ? place.querySelector("summary") : place.querySelector("h1, h2, select");
   if (focus && !focus.matches("summary, select")) focus.tabIndex = -1;
   focus?.focus({ preventScroll: true });
