@@ -264,3 +264,29 @@ def test_planted_outliers_cost_absmax_much_and_outliers_little(smollm2):
         small = _model.rounded(loud, seen, lambda name: not name.endswith(_model.READERS), rung)
         cost[rung] = _model.scored(small, wanted, windows)
     assert cost["absmax"]["more_percent"] > 10 and cost["absmax"]["kl"]["mean"] > 10 * cost["outliers"]["kl"]["mean"]
+
+
+# ---- an encoder and decoder, in PyTorch --------------------------------------------------------------------------
+
+
+@pytest.mark.peers
+def test_a_translator_is_rounded_by_its_linear_layers(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from common import transformer
+    from stages.int8 import _translate
+
+    for name, value in {"BLOCKS": 1, "HEADS": 2, "WIDTH": 64, "VOCABULARY": 103, "WORDS": 8, "LONGEST": 5}.items():
+        monkeypatch.setattr(transformer, name, value)
+    found = _translate.measured("cpu", steps=60)
+    rows = {(row["layers"], row["output_projection"]): row for row in found["rows"] if "error" not in row}
+    fp16, int8_rows = rows["fp16", True], [rows["int8", True], rows["int8", False]]
+    assert all(fp16["kl"] < row["kl"] < 1e-3 for row in int8_rows)
+    assert int8_rows[0]["bytes"] < 0.6 * fp16["bytes"]
+    model, _ = transformer.train(transformer.sdpa, "cpu", 2)
+    batch = transformer.sentences(4, seed=1, device="cpu")
+    layer = model.encoder[0].own.query
+    seen = _translate.highest(model, batch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        given = model.encoder[0].norms[0](model.embed(batch.source))
+    assert len(seen) == len(_translate.linears(model)) and len(seen["project"]) == layer.in_features
+    assert np.allclose(seen["encoder.0.own.query"], given.abs().amax((0, 1)).float().numpy(), rtol=1e-2)

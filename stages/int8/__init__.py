@@ -102,8 +102,11 @@ def bitsandbytes(x, w, b, seen):
     import torch
 
     layer = kept(_linear8bit, w, b, seen)
-    with torch.no_grad():
-        return cupy.from_dlpack(layer(torch.from_dlpack(x)))
+    try:
+        with torch.no_grad():
+            return cupy.from_dlpack(layer(torch.from_dlpack(x)))
+    except RuntimeError as error:
+        raise NotImplementedError(str(error).splitlines()[0]) from error
 
 
 def _linear8bit(w, b, seen):

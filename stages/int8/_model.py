@@ -1,8 +1,8 @@
 """A rung's layers in a whole model: `python -m stages.int8._model --save DIR` writes what rounding costs SmolLM2.
 
 The model is unpacked to floats, then rounded: the blocks of its file play no part. Calibration sees the end of the
-text, figures are of its beginning. Everything is compared with the same stage in FP32. `--baseline` adds Linear8bitLt
-of bitsandbytes, which needs PyTorch and runs on the CPU too.
+text, figures are of its beginning. Everything is compared with the same stage in FP32. `--baseline` does the same with
+Linear8bitLt of bitsandbytes, which needs PyTorch and runs on the CPU too.
 """
 
 import argparse
@@ -44,6 +44,11 @@ PROMPTS = (
 PLANTED = 6  # channels of each norm that the rescaling makes loud
 FACTOR = 30  # how much louder
 READERS = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")  # the matrices that read a norm of their layer
+SETS = {  # of matrices that are rounded, by the kinds that are not
+    "without ffn_down": ("ffn_down",),
+    "without ffn_down and output": ("ffn_down", OUTPUT),
+    "attention's": ("ffn_gate", "ffn_up", "ffn_down", OUTPUT),
+}
 
 
 def opened(path):
@@ -54,6 +59,11 @@ def opened(path):
     cut = [ids[i : i + quality.WINDOW] for i in range(0, len(ids), quality.WINDOW)]
     model = load_stage(STAGE).load(gguf, quality.WINDOW, 1)
     return model, tokenizer, cut[: TOKENS // quality.WINDOW], cut[TOKENS // quality.WINDOW :]
+
+
+def kind_of(name: str) -> str:
+    """'blk.3.ffn_up' is one of 'ffn_up'."""
+    return name.split(".")[-1]
 
 
 def rounded(model, seen: dict, skip=lambda name: False, rung: str = "outliers"):
@@ -84,7 +94,40 @@ def linear8bit(model, seen: dict, skip=lambda name: False):
         layer = Linear8bitLt(*w.shape, bias=False, has_fp16_weights=False, threshold=6.0)
         layer.weight.data = torch.from_numpy(np.ascontiguousarray(w.T)).half()
         layer.weight = layer.weight._quantize("cpu")
-        return Quantized(multiply, layer)
+        return Quantized(multiply, layer.eval())  # in training, on a CPU, it multiplies by floats
+
+    return calibration.quantized(model, make)
+
+
+def halfway(model, seen: dict, weights: bool, tokens: bool, skip=lambda name: False):
+    """The model with only its weights rounded, or only what they are multiplied by; in floats, as `rounded` otherwise.
+
+    Neither instruction nor kernel multiplies so: it tells which of the two costs what.
+    """
+    from stages.int8 import outliers
+
+    def multiply(x, layer):
+        w, loud = layer
+        if tokens:
+            rest = x.copy()
+            rest[:, loud] = 0
+            steps = np.maximum(abs(rest).max(1, keepdims=True), 1e-30) / 127
+            rest = np.rint(rest / steps) * steps
+            rest[:, loud] = x[:, loud]
+            x = rest
+        return x @ w
+
+    def make(name, w):
+        if skip(name):
+            return None
+        loud = outliers.outliers(seen[name])
+        if weights:
+            kept, w = w[loud], w.copy()
+            w[loud] = 0
+            steps = np.maximum(abs(w).max(0), 1e-30) / 127
+            w = np.rint(w / steps) * steps
+            w[loud] = kept
+        return Quantized(multiply, (w, loud))
 
     return calibration.quantized(model, make)
 
@@ -160,7 +203,7 @@ def layer_set(seen: dict, loud) -> list[dict]:
     """Of each kind of matrix: how many there are, their channels, and how many of these are outliers."""
     kinds: dict[str, list] = {}
     for name, highest in seen.items():
-        kinds.setdefault(name.split(".")[-1], []).append(highest)
+        kinds.setdefault(kind_of(name), []).append(highest)
     return [
         {
             "kind": kind,
@@ -176,7 +219,12 @@ def nbytes(model) -> dict[str, int]:
     """Bytes that the matrices take: rounded, in FP16, and as Linear8bitLt keeps them (a byte a weight, 4 a row)."""
     found = {"int8": 0, "fp16": 0, "linear8bit": 0}
     for w in calibration.matrices(model.weights).values():
-        if isinstance(w, Quantized) and hasattr(w.layer, "q"):
+        if isinstance(w, Quantized) and hasattr(w.layer, "weight"):  # Linear8bitLt itself
+            N, K = w.layer.weight.shape
+            found["int8"] += w.layer.weight.nbytes + 4 * N
+            found["fp16"] += 2 * N * K
+            found["linear8bit"] += N * K + 4 * N
+        elif isinstance(w, Quantized) and hasattr(w.layer, "q"):
             N, K = w.layer.N, w.layer.q.shape[0] * w.layer.q.shape[1] * w.layer.q.shape[2] // w.layer.N
             found["int8"] += sum(a.nbytes for a in w.layer[1:] if a is not w.layer.b)  # these layers have no b
             found["fp16"] += 2 * N * K
@@ -184,16 +232,17 @@ def nbytes(model) -> dict[str, int]:
     return found
 
 
-def measured(path, baseline: bool = False) -> dict:
-    """What rounding costs a model, by every rung of the CPU, with and without the output projection."""
+def measured(path, makers: dict, more: bool = True) -> dict:
+    """What rounding costs a model, by each of `makers`, with and without the output projection, and with loud channels.
+
+    `more` adds what makes up the cost of "outliers".
+    """
     from common import kernel_cpu
     from stages.int8 import outliers
 
     model, tokenizer, windows, calibrating = opened(path)
     seen = calibration.highest(STAGE, model, calibrating)
     wanted, said = rows(model, windows), outputs(model, tokenizer)
-    makers = {rung: partial(rounded, rung=rung) for rung in ("absmax", "outliers")}
-    makers |= {"bitsandbytes": linear8bit} if baseline else {}
 
     def told(make, model, seen, skip, speak=False, some=None, **names):
         small = make(model, seen=seen, skip=skip)
@@ -201,35 +250,61 @@ def measured(path, baseline: bool = False) -> dict:
         print(json.dumps(found), file=sys.stderr, flush=True)
         return found | ({"outputs": spoken(tokenizer, outputs(small, tokenizer), said)} if speak else {})
 
-    found = [
-        told(make, model, seen, lambda name, whole=whole: name == OUTPUT and not whole, True, rung=rung,
-             output_projection=whole)
-        for rung, make in makers.items() for whole in (True, False)
-    ]  # fmt: skip
-    alone = [
-        told(makers["outliers"], model, seen, lambda name, kind=kind: not name.endswith(kind), some=SOME, kind=kind)
-        for kind in dict.fromkeys(name.split(".")[-1] for name in seen)
-    ]
     loud = plant(model)
     seen_loud = calibration.highest(STAGE, loud, calibrating)
-    planted = [
-        told(make, loud, seen_loud, lambda name: not name.endswith(READERS), rung=rung) for rung, make in makers.items()
-    ]
-    return {
+    found = {
         "schema": 1,
         "model": Path(path).name,
         "stage": STAGE,
         "text": quality.TEXT.name,
         "calibration_tokens": sum(map(len, calibrating)),
+        "rows": [
+            told(make, model, seen, lambda name, whole=whole: name == OUTPUT and not whole, True, rung=rung,
+                 output_projection=whole)
+            for rung, make in makers.items() for whole in (True, False)
+        ],
+        "planted": {
+            "channels": PLANTED,
+            "factor": FACTOR,
+            "layer_set": READERS,
+            "rows": [
+                told(make, loud, seen_loud, lambda name: kind_of(name) not in READERS, rung=rung)
+                for rung, make in makers.items()
+            ],
+            "float": scored(loud, wanted, windows),
+        },
+        "machine": kernel_cpu.machine(),
+    }  # fmt: skip
+    if not more:
+        return found
+    make = partial(rounded, rung="outliers")
+    return found | {
         "sigmas": outliers.SIGMAS,
         "layer_set": layer_set(seen, outliers.outliers),
-        "rows": found,
-        "one_kind_rounded": alone,
-        "planted": {"channels": PLANTED, "factor": FACTOR, "layer_set": READERS, "rows": planted,
-                    "float": scored(loud, wanted, windows)},
+        "one_kind_rounded": [
+            told(make, model, seen, lambda name, kind=kind: kind_of(name) != kind, some=SOME, kind=kind)
+            for kind in dict.fromkeys(map(kind_of, seen))
+        ],
+        "layer_sets": [
+            told(make, model, seen, lambda name, kinds=kinds: kind_of(name) in kinds, layer_set=words)
+            | {"outliers": share(seen, lambda name, kinds=kinds: kind_of(name) in kinds)}
+            for words, kinds in SETS.items()
+        ],
+        "one_side_rounded": [
+            told(partial(halfway, weights=weights, tokens=not weights), model, seen, lambda name: False, some=SOME,
+                 only="weights" if weights else "activations")
+            for weights in (True, False)
+        ],
         "sigmas_tried": [tried(sigmas, model, seen, wanted[:SOME], windows[:SOME]) for sigmas in (3.0, 4.0, 6.0)],
-        "machine": kernel_cpu.machine() | baseline_version(baseline),
     }  # fmt: skip
+
+
+def share(seen: dict, skip) -> float:
+    """Outliers among the channels of the matrices that are rounded."""
+    from stages.int8 import outliers
+
+    here = [highest for name, highest in seen.items() if not skip(name)]
+    return sum(len(outliers.outliers(highest)) for highest in here) / sum(map(len, here))
 
 
 def tried(sigmas: float, model, seen, wanted, windows) -> dict:
@@ -244,23 +319,23 @@ def tried(sigmas: float, model, seen, wanted, windows) -> dict:
         outliers.SIGMAS = before
 
 
-def baseline_version(baseline: bool) -> dict:
-    if not baseline:
-        return {}
-    import bitsandbytes
-    import torch
-
-    return {"bitsandbytes": bitsandbytes.__version__, "torch": torch.__version__}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True, help="folder for the record")
-    parser.add_argument("--baseline", action="store_true", help="bitsandbytes too")
+    parser.add_argument("--baseline", action="store_true", help="Linear8bitLt instead, as linear8bit.json")
     options = parser.parse_args()
-    found = measured(sources.resolve("smollm2"), options.baseline)
+    path = sources.resolve("smollm2")
+    if options.baseline:
+        import bitsandbytes
+        import torch
+
+        found = measured(path, {"bitsandbytes": linear8bit}, more=False)
+        found["machine"] |= {"bitsandbytes": bitsandbytes.__version__, "torch": torch.__version__}
+    else:
+        found = measured(path, {rung: partial(rounded, rung=rung) for rung in ("absmax", "outliers")})
     options.save.mkdir(parents=True, exist_ok=True)
-    (options.save / "quality.json").write_text(json.dumps(found, indent=1, default=list) + "\n")
+    name = "linear8bit" if options.baseline else "quality"
+    (options.save / f"{name}.json").write_text(json.dumps(found, indent=1, default=list) + "\n")
 
 
 if __name__ == "__main__":
