@@ -107,6 +107,9 @@ def measured(group: tuple[Job, list[str]], here: dict, budget_s: float) -> tuple
     job, names = group
     samples, agreed = compare.take(names, job, budget_s)
     timed = replace(job, n=min(len(s.output_ids) for taken in samples for s in taken))
+    for name, taken in zip(names, samples, strict=True):  # a roof that was too low is seen now, before it is shown
+        records.within_roof(timed, name, taken, here[name])
+    here = {name: machine.raised(one) for name, one in here.items()}
     runs = [
         records.run_record(timed, name, taken, found, roofline.expectation(name, timed, here[name]), here[name])
         for name, taken, found in zip(names, samples, agreed, strict=True)

@@ -885,6 +885,12 @@ def doubted(machine: Machine) -> Machine:
     return kept
 
 
+def raised(machine: Machine) -> Machine:
+    """The machine with the roofs that a doubt raised meanwhile; itself where none did, or it isn't the stored one."""
+    kept = stored()
+    return kept if kept is not None and kept.stride_ns == machine.stride_ns else machine
+
+
 def higher(a, b):
     """The greater of two rates, or of two curves at each point."""
     if isinstance(a, tuple):

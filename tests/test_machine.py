@@ -178,6 +178,7 @@ def test_a_doubted_machine_is_measured_once_more_and_keeps_its_higher_roofs(tmp_
     want = {"read_gbs": ((16 * KB, 100.0), (MB, 70.0)), "fma_gflops": 9.0, "fma_all_gflops": 8.0}
     assert raised == replace(first, **want) and len(asked) == 1
     assert machine.stored() == machine.doubted(first) == raised and len(asked) == 1
+    assert (machine.raised(first), machine.raised(other)) == (raised, other)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
