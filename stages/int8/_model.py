@@ -16,6 +16,7 @@ import numpy as np
 
 from common import calibration, quality, sources
 from common.calibration import OUTPUT, Quantized
+from common.intrinsics import LANES
 from common.model import open_model
 from common.stage import load_stage
 from common.tokenizer import Tokenizer
@@ -66,15 +67,18 @@ def kind_of(name: str) -> str:
     return name.split(".")[-1]
 
 
-def rounded(model, seen: dict, skip=lambda name: False, rung: str = "outliers"):
-    """The model with every matrix rounded by a rung of this ladder, but for those that `skip` names."""
+def rounded(model, seen: dict, skip=lambda name: False, rung: str = "outliers", heard=lambda highest: highest):
+    """The model with every matrix rounded by a rung of this ladder, but for those that `skip` names.
+
+    The rung looks for outliers among heard(the largest |x| of each channel): np.log tells it ratios instead.
+    """
     module = importlib.import_module(f"stages.int8.{rung}")
 
     def make(name, w):
         if skip(name):
             return None
         nothing = np.zeros(w.shape[1], np.float32)  # these layers have no b
-        return Quantized(module.multiply, module.quantize(np.ascontiguousarray(w.T), nothing, seen[name]))
+        return Quantized(module.multiply, module.quantize(np.ascontiguousarray(w.T), nothing, heard(seen[name])))
 
     return calibration.quantized(model, make)
 
@@ -232,6 +236,16 @@ def nbytes(model) -> dict[str, int]:
     return found
 
 
+def kept(model) -> dict[str, int]:
+    """How many channels of the rounded matrices are outliers, and of how many."""
+    layers = [w.layer for w in calibration.matrices(model.weights).values() if isinstance(w, Quantized)]
+    rounded_here = [layer for layer in layers if hasattr(layer, "loud")]
+    return {
+        "outliers": sum(len(layer.loud) for layer in rounded_here),
+        "channels": sum(layer.q.size // layer.q.shape[0] // LANES for layer in rounded_here),
+    }
+
+
 def measured(path, makers: dict, more: bool = True) -> dict:
     """What rounding costs a model, by each of `makers`, with and without the output projection, and with loud channels.
 
@@ -246,7 +260,7 @@ def measured(path, makers: dict, more: bool = True) -> dict:
 
     def told(make, model, seen, skip, speak=False, some=None, **names):
         small = make(model, seen=seen, skip=skip)
-        found = names | scored(small, wanted[:some], windows[:some]) | {"bytes": nbytes(small)}
+        found = names | scored(small, wanted[:some], windows[:some]) | {"bytes": nbytes(small), **kept(small)}
         print(json.dumps(found), file=sys.stderr, flush=True)
         return found | ({"outputs": spoken(tokenizer, outputs(small, tokenizer), said)} if speak else {})
 
@@ -323,6 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True, help="folder for the record")
     parser.add_argument("--baseline", action="store_true", help="Linear8bitLt instead, as linear8bit.json")
+    parser.add_argument("--ratios", action="store_true", help="outliers by ratio instead, as ratios.json")
     options = parser.parse_args()
     path = sources.resolve("smollm2")
     if options.baseline:
@@ -331,10 +346,12 @@ def main() -> None:
 
         found = measured(path, {"bitsandbytes": linear8bit}, more=False)
         found["machine"] |= {"bitsandbytes": bitsandbytes.__version__, "torch": torch.__version__}
+    elif options.ratios:
+        found = measured(path, {"outliers": partial(rounded, heard=np.log)}, more=False)
     else:
         found = measured(path, {rung: partial(rounded, rung=rung) for rung in ("absmax", "outliers")})
     options.save.mkdir(parents=True, exist_ok=True)
-    name = "linear8bit" if options.baseline else "quality"
+    name = "linear8bit" if options.baseline else "ratios" if options.ratios else "quality"
     (options.save / f"{name}.json").write_text(json.dumps(found, indent=1, default=list) + "\n")
 
 

@@ -1,0 +1,144 @@
+"""The int8 ladder's records measured the code that stands here and say what its chapters say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common import chapters, figures
+from common import kernel_ladder as kl
+from stages import int8
+from tests.helpers import ROOT
+
+FOLDER = Path(int8.__file__).parent
+GPU, CPU = (ROOT / "reports" / machine / "int8" for machine in ("nvidia-h200", "amd-epyc-znver4"))
+PARTS = ["Idea", "Picture", "Arithmetic", "Predict", "Code", "Measured", "What it costs", "What lost, and why",
+         "Three questions", "Sources"]  # fmt: skip
+FEED, VOCABULARY = int8.MATRICES.values()
+
+
+def record(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def us(stage: str, t: int, matrix, **of) -> float:
+    """A layer's time in a graph."""
+    return next(
+        r["us"] for r in record(GPU, "graph")["rows"]
+        if r["stage"] == stage and r.get("shape") == [t, *matrix] and of.items() <= r.items()
+    )  # fmt: skip
+
+
+def of(rows: list[dict], **wanted) -> dict:
+    return next(row for row in rows if wanted.items() <= row.items())
+
+
+@pytest.mark.parametrize(("folder", "device"), [(GPU, "gpu"), (CPU, "cpu")], ids=["gpu", "cpu"])
+def test_a_record_measured_this_source(folder, device, monkeypatch):
+    monkeypatch.setattr(int8, "DEVICE", device, raising=False)
+    found = record(folder, "ladder")
+    assert found["sources"] == {stage: kl.source_digest(int8, stage) for stage in int8.STAGES}
+    stages = {stage for stage in int8.STAGES if device == "gpu" or stage != "tensor_core"}
+    assert {(r["stage"], tuple(r["shape"])) for r in found["odd_shapes"] if r["right"]} == {
+        (stage, shape) for stage in stages for shape in int8.ODD_SHAPES
+    }
+    timed = {(r["stage"], tuple(r["shape"])) for r in found["rows"] if r["right"] and "ms" in r}
+    assert {(stage, shape) for stage in stages for shape in int8.SHAPES} <= timed
+    assert all(r["ms"]["median"] >= found["launch_ms"] for r in found["rows"] if "ms" in r)
+
+
+@pytest.mark.parametrize("matrix", [FEED, VOCABULARY], ids=["feed-forward", "vocabulary"])
+def test_a_lone_token_is_faster_than_in_fp16(matrix):
+    for other in ("fp16", "fp16 without b"):
+        assert us("tensor_core", 1, matrix) < us(other, 1, matrix)
+    assert us("tensor_core", 1, matrix) < us("bitsandbytes", 1, matrix, graph=True)
+
+
+def test_tensor_cores_are_worth_what_the_chapter_says():
+    for matrix in (FEED, VOCABULARY):
+        assert us("outliers", 512, matrix) > 5 * us("tensor_core", 512, matrix)
+    assert us("tensor_core", 512, VOCABULARY) < us("fp16", 512, VOCABULARY)
+    assert us("tensor_core", 512, FEED) > us("fp16", 512, FEED)  # what lost
+
+
+def test_memory_is_half_and_what_the_columns_add():
+    found = record(GPU, "memory")["rows"]
+    assert all(row["finite"] for row in found)
+    for output in (True, False):
+        ours, theirs, halves = (
+            of(found, layers=kind, output_projection=output) for kind in ("tensor_core", "bitsandbytes", "fp16")
+        )
+        rounded = ours["weights"]
+        assert halves["static_bytes"] - ours["static_bytes"] > 0.5 * rounded
+        columns = ours["outliers"] / ours["channels"] * 2 * rounded
+        assert ours["static_bytes"] - theirs["static_bytes"] < 1.2 * columns
+        assert ours["peak_bytes"] < theirs["peak_bytes"] + 1.2 * columns
+        assert (ours["peak_bytes"] < theirs["peak_bytes"]) is output
+
+
+def test_loud_channels_cost_absmax_and_hardly_outliers():
+    found = record(CPU, "quality")["planted"]
+    assert found["float"]["kl"]["max"] < 1e-6  # the rescaling changes nothing
+    absmax, outliers = (of(found["rows"], rung=rung) for rung in ("absmax", "outliers"))
+    assert absmax["more_percent"] > 10 and absmax["more_percent"] > 20 * outliers["more_percent"]
+    assert outliers["more_percent"] < 1  # half a percent was wanted
+    theirs = of(record(CPU, "linear8bit")["planted"]["rows"], rung="bitsandbytes")
+    assert outliers["kl"]["mean"] < theirs["kl"]["mean"] / 2
+    ratios = of(record(CPU, "ratios")["planted"]["rows"], rung="outliers")
+    assert ratios["kl"]["mean"] < outliers["kl"]["mean"]  # what the rule missed beside loud channels
+
+
+def test_outliers_bring_most_of_it_back():
+    found = record(CPU, "quality")
+    for output in (True, False):
+        before, after = (of(found["rows"], rung=rung, output_projection=output) for rung in ("absmax", "outliers"))
+        assert after["kl"]["mean"] < before["kl"]["mean"] / 3
+        assert after["more_percent"] < before["more_percent"] / 3
+        assert after["same_top1"] > before["same_top1"]
+        assert len(after["outputs"]["texts"]) == 15
+        theirs = of(record(CPU, "linear8bit")["rows"], rung="bitsandbytes", output_projection=output)
+        assert after["kl"]["mean"] < theirs["kl"]["mean"]
+
+
+def test_most_of_what_is_left_is_the_activations_of_ffn_down():
+    found = record(CPU, "quality")
+    weights, activations = (
+        of(found["one_side_rounded"], only=side)["kl"]["mean"] for side in ("weights", "activations")
+    )
+    assert activations > 4 * weights
+    alone = {row["kind"]: row["kl"]["mean"] for row in found["one_kind_rounded"]}
+    assert max(alone, key=alone.get) == "ffn_down"
+    without = of(found["layer_sets"], layer_set="without ffn_down and output")
+    assert abs(without["more_percent"]) <= 0.1
+
+
+def test_the_outliers_are_those_of_the_rule():
+    found = record(CPU, "quality")
+    kept, channels = (sum(kind[what] for kind in found["layer_set"]) for what in ("outliers", "channels"))
+    assert 0.01 < kept / channels < 0.02  # what fell short of one in a hundred
+    assert found["sigmas"] == 3
+
+
+@pytest.mark.parametrize("stage", int8.STAGES)
+def test_a_chapter_has_its_parts_and_quotes_the_records(stage):
+    path = FOLDER / f"{stage}.md"
+    text = path.read_text()
+    assert re.findall(r"^## (.*)$", text, re.M) == PARTS
+    assert text.count("<details>") == 3
+    assert len(figures.FIGURE.findall(text)) >= 5
+    assert chapters.filled(text, path) == text
+
+
+def test_the_overview_quotes_the_records():
+    path = FOLDER / "README.md"
+    text = path.read_text()
+    assert len(figures.FIGURE.findall(text)) > 50
+    assert chapters.filled(text, path) == text
+
+
+def test_pictures_are_those_of_the_code():
+    from stages.int8 import _pictures
+
+    for path, drawn in _pictures.drawn().items():
+        assert path.read_text() == drawn, path.name
