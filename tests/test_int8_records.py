@@ -142,3 +142,15 @@ def test_pictures_are_those_of_the_code():
 
     for path, drawn in _pictures.drawn().items():
         assert path.read_text() == drawn, path.name
+
+
+def test_a_translator_says_the_same():
+    found = record(CPU, "translate")
+    assert found["right"] >= 8  # an untrained one has nothing to lose
+    for output in (True, False):
+        row, halves, theirs = (
+            of(found["rows"], layers=kind, output_projection=output) for kind in ("int8", "fp16", "bitsandbytes")
+        )
+        assert row["words_alike"] >= 0.95 * row["words"] and row["same"] >= 13
+        assert halves["kl"] < row["kl"] < theirs["kl"]
+        assert row["bytes"] < 0.6 * halves["bytes"]

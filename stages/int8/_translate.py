@@ -6,6 +6,7 @@ layers are tensor_core's, else those of outliers. Linear8bitLt of bitsandbytes i
 """
 
 import argparse
+import contextlib
 import copy
 import importlib
 import json
@@ -168,9 +169,20 @@ def measured(device, steps: int = STEPS) -> dict:
     }
 
 
-def main() -> None:
-    from stages.int8._gpu import versions
+def versions() -> dict:
+    if torch.cuda.is_available():
+        from stages.int8._gpu import versions as on_gpu
 
+        return on_gpu()
+    from common import kernel_cpu
+
+    found = kernel_cpu.machine() | {"torch": torch.__version__, "bitsandbytes": None}
+    with contextlib.suppress(ImportError):
+        found["bitsandbytes"] = importlib.import_module("bitsandbytes").__version__
+    return found
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True, help="folder for the record")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
