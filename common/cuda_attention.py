@@ -181,6 +181,15 @@ def array(tensor):
     return cupy.from_dlpack(tensor.view(torch.int16)).view("uint16") if bits else cupy.from_dlpack(tensor)
 
 
+def stream(theirs):
+    """PyTorch's stream as CuPy's, for a with statement. CuPy 14 asks the object itself, older ones for its number."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external") and hasattr(theirs, "__cuda_stream__"):
+        return cupy.cuda.Stream.from_external(theirs)
+    return cupy.cuda.ExternalStream(theirs.cuda_stream)
+
+
 def blocks(q, tile: int) -> int:
     """Thread blocks where each takes `tile` queries of one head."""
     return math.prod(q.shape[:2]) * -(-q.shape[2] // tile)

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from common import kernel_ladder
-from common.cuda_attention import array, tensor
+from common.cuda_attention import array, stream, tensor
 
 
 class Attention(torch.autograd.Function):
@@ -50,7 +50,5 @@ def on_tensors(ladder: str, rung: str):
 
 def on_arrays(call, *operands):
     """A rung's call with tensors for its arrays, on PyTorch's stream. -> tensors."""
-    import cupy
-
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with stream(torch.cuda.current_stream()):
         return tuple(tensor(a) for a in call(*(array(o) if torch.is_tensor(o) else o for o in operands)))

@@ -8,6 +8,8 @@ import importlib
 import itertools
 import math
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -289,7 +291,7 @@ def test_a_shape_that_cannot_be_is_refused(text, told):
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("compare", "attention/flash", "attention/skip", "--json"), 4, "nothing can be measured here"),
+        (("compare", "attention/flash", "attention/skip", "--shape", 300, "--json"), 4, "no record has attention at"),
         (("compare", "attention/flash", "attention/skip", "-n", 3), 2, "--shape B,H,G,Q,K,D,causal,padded says"),
         (("compare", "attention/flash", "gemm/hopper"), 2, "are of different ladders"),
     ],
@@ -298,6 +300,13 @@ def test_without_a_gpu_one_sentence_says_so(words, code, told):
     done = lesson(*words, **NO_GPU)
     assert done.returncode == code
     assert told in one_sentence(done)
+
+
+@pytest.mark.parametrize("n, ladder", [(4096, "attention"), (8192, "attention_backward")])
+def test_without_a_gpu_the_record_is_shown(n, ladder):
+    done = lesson("compare", f"{ladder}/skip", f"{ladder}/hopper", "--shape", n, **NO_GPU)
+    here, there = done.stdout.decode().split(f"recorded on NVIDIA H200 (reports/nvidia-h200/{ladder}/ladder.json)")
+    assert "not measured here" in here and "sdpa_cudnn" in there and "another version" not in there
 
 
 def test_the_ladder_is_listed_and_read():
@@ -310,3 +319,20 @@ def test_names_and_blocks_of_a_launch():
     q = np.zeros((2, 3, 130, 64), "uint16")
     assert cuda_attention.name("attention", q) == "attention_bfloat16_64"
     assert cuda_attention.blocks(q, 128) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize("version", [13, 14])
+def test_pytorchs_stream_is_taken_as_each_cupy_wants_it(monkeypatch, version):
+    """ExternalStream is deprecated in CuPy 14, which has Stream.from_external; before that there is nothing else."""
+
+    class Theirs:
+        cuda_stream = 7
+
+        def __cuda_stream__(self):
+            return 0, 7
+
+    asked = {"from_external": lambda stream: ("new", stream.__cuda_stream__())} if version == 14 else {}
+    cuda = SimpleNamespace(Stream=SimpleNamespace(**asked), ExternalStream=lambda number: ("old", number))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    assert cuda_attention.stream(Theirs()) == (("new", (0, 7)) if version == 14 else ("old", 7))
+    assert cuda_attention.stream(SimpleNamespace(cuda_stream=7)) == ("old", 7)  # a PyTorch without the protocol

@@ -1,23 +1,34 @@
-"""The attention ladders' pictures are those of the code, and a record's verdicts follow from its numbers."""
+"""What the chapters of both attention ladders say is what their records hold, and the records measured this code."""
 
 import functools
 import importlib
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from common import attention_picture
+from common import attention_picture, figures, roofline
 from common import kernel_ladder as kl
+from stages.attention import square
+from tests.attention_sanitized import RUNGS as RAN
 
 REPORTS = Path(kl.__file__).parent.parent / "reports" / "nvidia-h200"
 LADDERS = {name: importlib.import_module(f"stages.{name}") for name in ("attention", "attention_backward")}
 RUNGS = [(ladder, stage) for ladder, package in LADDERS.items() for stage in package.STAGES]
+SIZES = [(D, causal) for D in (64, 128) for causal in (0, 1)]
 
 
 @functools.cache
 def record(ladder: str, name: str = "ladder") -> dict:
     return json.loads((REPORTS / ladder / f"{name}.json").read_text())
+
+
+def row(ladder: str, stage: str, n: int, D: int = 64, causal: int = 1, dtype: str = "float16") -> dict:
+    rows = record(ladder)["rows"]
+    shape = [*square(n, D, causal)]
+    return next(r for r in rows if (r["stage"], r["shape"], r["dtype"]) == (stage, shape, dtype))
 
 
 @pytest.mark.parametrize(("ladder", "stage"), [rung for rung in RUNGS if rung[1] != "triton"])
@@ -41,6 +52,164 @@ def test_a_picture_shows_the_tiles_that_are_visited():
     assert (keys.whole, queries.whole) == ((256, 256, 512, 64), (384, 0, 64, 448))
 
 
+@pytest.mark.parametrize(("ladder", "stage"), RUNGS)
+def test_a_record_measured_this_source(ladder, stage):
+    assert record(ladder)["sources"][stage] == kl.source_digest(LADDERS[ladder], stage)
+
+
+def checked_rungs(package) -> int:
+    return sum(len(types) for types in package.STAGES.values()) * len(package.ODD_SHAPES)
+
+
+def test_every_rung_was_right_on_the_odd_shapes():
+    """Of the backward ladder only the count was kept."""
+    found, package = record("attention")["odd_shapes"], LADDERS["attention"]
+    assert all(r["right"] for r in found)
+    assert {(r["stage"], r["dtype"], tuple(r["shape"])) for r in found} == {
+        (s, d, shape) for s, types in package.STAGES.items() for d in types for shape in package.ODD_SHAPES
+    }
+    assert len(found) == checked_rungs(package)
+    found = record("attention_backward")
+    assert found["odd_shapes_right"] == found["odd_shapes_checked"] == checked_rungs(LADDERS["attention_backward"])
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_every_timed_row_was_right_first(ladder):
+    found, package = record(ladder), LADDERS[ladder]
+    timed = {(r["stage"], r["dtype"], tuple(r["shape"])) for r in found["rows"] if r.get("right") and "ms" in r}
+    quick = [s for s in package.STAGES if s not in ("naive", "online", "stored")]
+    if ladder == "attention":
+        shapes = {d: package.FEWER.get(d, package.SHAPES) for d in ("float16", "bfloat16")}
+    else:
+        shapes = {"float16": [square(8192, D) for D in (64, 128)]}
+    assert {(s, d, shape) for s in quick for d in shapes for shape in shapes[d]} <= timed
+    assert {d for _, d, _ in timed} == set(shapes)
+    for r in found["rows"]:
+        if "ms" in r:
+            assert r["ms"]["median"] >= found["launch_ms"], "faster than an empty kernel"
+            assert r["percent_peak"] <= 100 * roofline.SLACK, "above the measured peak: an error in the accounting"
+
+
+def test_the_articles_count_would_be_refused():
+    """Twice the operations for the own kernel puts it above the peak: no record is written."""
+    found = row("attention", "hopper", 8192, 128)
+    peak = record("attention")["peak_tflops"]["float16"]
+    assert kl.share_of_peak("hopper", found["tflops"], peak) == pytest.approx(found["percent_peak"])
+    with pytest.raises(roofline.AccountingError):
+        kl.share_of_peak("hopper", 2 * found["tflops"], peak)
+
+
+def test_one_formula_counts_for_every_column():
+    for ladder, package in LADDERS.items():
+        for r in record(ladder)["rows"]:
+            if "ms" in r:
+                assert r["tflops"] == pytest.approx(package.flops(*r["shape"]) / r["ms"]["median"] / 1e9)
+
+
+@pytest.mark.parametrize("n", LADDERS["attention"].LENGTHS)
+@pytest.mark.parametrize("stage", [stage for stage in LADDERS["attention"].STAGES if stage != "naive"])
+def test_memory_is_linear_in_the_length(stage, n):
+    """What is neither operand nor result, of which the log-sum-exp is one, is at most 1 MB at every length."""
+    for D, causal in SIZES:
+        found = [
+            r for r in record("attention")["rows"] if r["stage"] == stage and r["shape"] == [*square(n, D, causal)]
+        ]
+        assert all(r["beyond_mb"] <= 1 for r in found if "ms" in r)
+
+
+def test_a_matrix_in_memory_is_seen():
+    B, H, *_ = shape = square(1024)
+    scores = 4 * B * H * 1024 * 1024 / 1e6
+    assert row("attention", "naive", 1024)["beyond_mb"] == pytest.approx(scores, rel=0.01)
+    for D in (64, 128):
+        B, H, *_ = shape = square(8192, D)
+        numbers = B * H * 8192  # of queries; D is an FP32 each, and where all blocks add to dq that is FP32 too
+        kept = {
+            s: row("attention_backward", s, 8192, D)["beyond_mb"] for s in ("recomputed", "split", "skip", "hopper")
+        }
+        assert kept.pop("recomputed") == pytest.approx(4 * numbers * (shape.D + 1) / 1e6, rel=0.01)
+        assert all(mb == pytest.approx(4 * numbers / 1e6, abs=0.1) for mb in kept.values())
+
+
+def test_skip_reaches_flash_attention_and_nearly_halves_the_time():
+    for D, n in itertools.product((64, 128), (2048, 4096, 8192, 16384)):
+        assert row("attention", "skip", n, D)["ratio_to_baseline"]["sdpa_flash"] >= 0.9, (D, n)
+    for D in (64, 128):
+        assert (
+            row("attention", "flash", 8192, D)["ms"]["median"]
+            >= 1.7 * row("attention", "skip", 8192, D)["ms"]["median"]
+        )
+
+
+def test_hopper_is_ahead_of_flash_attention():
+    for n, (D, causal) in itertools.product(LADDERS["attention"].LENGTHS, SIZES):
+        assert row("attention", "hopper", n, D, causal)["ratio_to_baseline"]["sdpa_flash"] > 1, (n, D, causal)
+    for D in (64, 128):
+        assert row("attention_backward", "hopper", 8192, D)["ratio_to_baseline"]["sdpa_flash"] > 1
+
+
+def test_what_the_overview_says_of_cudnn():
+    def ahead(stage, D, causal):
+        rows = {n: row("attention", stage, n, D, causal) for n in LADDERS["attention"].LENGTHS}
+        return {n for n, r in rows.items() if r["ratio_to_baseline"]["sdpa_cudnn"] > 1}
+
+    long = {2048, 4096, 8192, 16384}
+    assert ahead("hopper", 64, 1) == long <= ahead("hopper", 64, 0)
+    assert ahead("hopper", 128, 1) == long - {2048} and not ahead("hopper", 128, 0)
+    assert not any(ahead(stage, *size) for stage in ("skip", "triton") for size in SIZES)
+    for stage, D in itertools.product(LADDERS["attention_backward"].STAGES, (64, 128)):
+        if stage != "stored":
+            assert row("attention_backward", stage, 8192, D)["ratio_to_baseline"]["sdpa_cudnn"] < 1
+
+
+def test_triton_is_between_skip_and_hopper_but_for_short_heads_of_64():
+    for n, (D, causal) in itertools.product(LADDERS["attention"].LENGTHS, SIZES):
+        skip, hopper, triton = (row("attention", s, n, D, causal)["tflops"] for s in ("skip", "hopper", "triton"))
+        assert skip < triton
+        assert (triton > hopper) == ((D, causal) == (64, 1) and n <= 1024)
+
+
+def test_the_backward_pass_reaches_most_of_flash_attention():
+    for D in (64, 128):  # 5 / 7 is what seven products for five would leave of equal rates
+        assert row("attention_backward", "skip", 8192, D)["ratio_to_baseline"]["sdpa_flash"] > 5 / 7
+
+
+@pytest.mark.parametrize(("ladder", "n"), [("attention", 1024), ("attention_backward", 8192)])
+def test_each_rung_is_faster_than_the_one_before(ladder, n):
+    for stage in LADDERS[ladder].STAGES:
+        previous = importlib.import_module(f"stages.{ladder}.{stage}").PREVIOUS
+        if previous not in (None, "stored") and (ladder, stage) != ("attention", "triton"):
+            for D in (64, 128):
+                assert row(ladder, stage, n, D)["ms"]["median"] < row(ladder, previous, n, D)["ms"]["median"]
+
+
+def test_stored_was_slow_already_in_the_first_build():
+    found = record("attention_backward", "earlier")
+    assert found["sources"]["stored"] != record("attention_backward")["sources"]["stored"]
+    rows = [r for r in found["rows"] if r["stage"] == "stored" and "ms" in r]
+    assert [r["shape"] for r in rows] == [[*square(2048)], [*square(2048, 128)]]
+    assert max(r["ratio_to_baseline"]["sdpa_flash"] for r in rows) < 0.01
+
+
+def test_the_sanitizer_watched_this_source_and_found_nothing():
+    found = record("attention", "sanitizer")
+    tools = [(run["tool"], run["run"]) for run in found["runs"]]
+    assert sorted(tools) == [*itertools.product(("memcheck", "racecheck", "synccheck"), ("backward", "forward"))]
+    assert all(re.search(r"SUMMARY: 0 (errors|hazards)", run["summary"]) for run in found["runs"])
+    watched = {f"{'attention_backward' if what == 'backward' else 'attention'}/{s}" for what in RAN for s in RAN[what]}
+    assert found["sources"] == {name: kl.source_digest(LADDERS[p], s) for name in watched for p, s in [name.split("/")]}
+
+
+def test_errors_are_of_this_source_and_close_to_pytorchs():
+    """No rung's mean error in FP16 is more than a tenth above PyTorch's."""
+    found = record("attention", "errors")
+    assert found["sources"] == {f"{p}/{s}": kl.source_digest(LADDERS[p], s) for p, s in RUNGS}
+    assert {r["rung"] for r in found["rows"]} == {"PyTorch", *found["sources"]}
+    rows = [r for r in found["rows"] if (r["dtype"], r["against"]) == ("float16", "float64")]
+    torchs = {r["result"]: r["mean_abs"] for r in rows if r["rung"] == "PyTorch"}
+    assert all(r["mean_abs"] <= 1.1 * torchs[r["result"]] for r in rows if r["result"] not in ("lse", "D"))
+
+
 def test_the_transformers_verdict_follows_from_its_losses():
     runs = record("attention", "transformer")["runs"]
 
@@ -57,3 +226,24 @@ def test_the_transformers_verdict_follows_from_its_losses():
         most = [2 * x for x in first_and_mean("sdpa, math")]
         assert run["within_tolerance"] and all(x <= y for x, y in zip(first_and_mean(name), most, strict=True))
         assert run["as_sdpa_with_its_weights"] == 15
+
+
+@pytest.mark.parametrize(("ladder", "stage"), RUNGS)
+def test_a_chapter_has_its_parts_and_quotes_the_record(ladder, stage):
+    from tests.test_kernel_records import PARTS
+
+    path = Path(LADDERS[ladder].__file__).parent / f"{stage}.md"
+    text = path.read_text()
+    assert re.findall(r"^## (.*)$", text, re.M) == PARTS
+    assert text.count("<details>") == 3
+    assert len(figures.FIGURE.findall(text)) >= 5
+    assert figures.figures(text, REPORTS / ladder) == text
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert (path.parent / picture).read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_the_overview_quotes_the_record(ladder):
+    text = (Path(LADDERS[ladder].__file__).parent / "README.md").read_text()
+    assert len(figures.FIGURE.findall(text)) > 100
+    assert figures.figures(text, REPORTS / ladder) == text
