@@ -160,15 +160,17 @@ def columns_of(record: str) -> tuple[list[str], dict[str, list[str]], str]:
 
 
 def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
-    """As columns_of, from a record a stage; a stage that ran beside the machine, on its host's CPU, has no cell."""
-    shapes, cells, line = ("pp512", "tg128"), {}, ""
+    """As columns_of, from a record a stage, † where that has a note; a stage that ran on the host's CPU has no cell."""
+    shapes, cells, line, notes = ("pp512", "tg128"), {}, "", []
     for path in sorted((REPORTS / folder).glob("*.json")):
         record = figures.record(f"{folder}/{path.stem}")
         if path.stem in LADDER and folder.startswith(f"{record['machine']['slug']}/"):
-            cells[path.stem] = [cell(record["rows"], shape) for shape in shapes]
+            mark = "†" if record.get("note") else ""
+            cells[path.stem] = [cell(record["rows"], shape) + mark for shape in shapes]
+            notes += [f". † {path.stem}: {record['note']}"] if mark else []
             model = f"{show.named(record['model']['name'])} {record['model']['quant']}"
             line = f"{record['machine']['name']} · {model} · pp512 is TTFT, tg128 ms a token"
-    return [f"{model}: {shape} ms" for shape in shapes], cells, line
+    return [f"{model}: {shape} ms" for shape in shapes], cells, line + "".join(notes)
 
 
 SHAPES = ("pp64", "pp512", "tg128", "tg128@d1024")
@@ -202,7 +204,14 @@ def cell(rows: list[dict], shape: str) -> str:
     return show.number(ms) + ("" if near[-1]["shape"] == shape else f" ({near[-1]['shape']})")
 
 
-WRITERS = {"code": code, "step": step, "compared": compared, "costs": costs, "ladder": ladder, "recorded": recorded}
+def said(path: Path, name: str) -> str:
+    """What a run wrote after its prompt, and what a token took."""
+    record = figures.record(name)
+    took = f"{len(record['output_ids'])} tokens, {show.number(record['ms_per_token']['median'])} ms each"
+    return f"> …{record['text']} …\n\n{show.footer(record)}. {took}."
+
+
+WRITERS = {f.__name__: f for f in (code, step, compared, costs, ladder, recorded, said)}
 
 
 def diffs() -> dict[Path, str]:

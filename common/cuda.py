@@ -46,14 +46,47 @@ class Program:
     def __init__(self, source: str, options: tuple = (), archs: tuple = (), cooperative: bool = False):
         self.source, self.options, self.archs, self.cooperative = source, options, archs, cooperative
 
-    def launch(self, name: str, blocks: int, threads, args: tuple, shared: int = 0) -> None:
-        """Run kernel `name` on `blocks` blocks; `shared` is dynamic shared memory in bytes. Raises CUDAError."""
+    def launch(self, name: str, blocks: int, threads, args: tuple, shared: int = 0, early: bool = False) -> None:
+        """Run kernel `name` on `blocks` blocks; `shared` is dynamic shared memory in bytes. Raises CUDAError.
+
+        With `early` its blocks may start while the kernel before still runs: once each of that one's blocks has ended
+        or executed griddepcontrol.launch_dependents. They wait for its results by griddepcontrol.wait. GPUs before
+        sm_90 know neither, and start the kernel when the one before has ended.
+        """
         kernel = self.kernel(name, shared)
-        kernel((blocks,), threads if isinstance(threads, tuple) else (threads,), args, shared_mem=shared)
+        if early and capability(_device()) >= 90:
+            _launch_early(kernel.kernel.ptr, blocks, threads, args, shared)
+        else:
+            kernel((blocks,), threads if isinstance(threads, tuple) else (threads,), args, shared_mem=shared)
 
     def kernel(self, name: str, shared: int = 0):
         """The compiled cupy.RawKernel, whose `num_regs` and `local_size_bytes` can be read."""
         return _kernel(self.source, self.options, self.archs, self.cooperative, name, shared, _device())
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]  # fmt: skip
+
+
+# One CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, nothing, allowed
+_EARLY = (ctypes.c_int * 18)(6, 0, 1)
+
+
+def _launch_early(function: int, blocks: int, threads: int, args: tuple, shared: int) -> None:
+    """Launch a CUfunction on CuPy's stream; CuPy itself cannot so. Source: CUDA driver API, cuLaunchKernelEx."""
+    import cupy
+    import numpy
+
+    values = [numpy.array(a.data.ptr if isinstance(a, cupy.ndarray) else a) for a in args]
+    pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+    stream = cupy.cuda.get_current_stream().ptr
+    config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.addressof(_EARLY), 1)
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    if error := launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None):
+        raise CUDAError(f"cuLaunchKernelEx answered {error} for {blocks} blocks of {threads} threads")
 
 
 def _device() -> int:

@@ -104,9 +104,7 @@ template <int FORMAT> struct Share {
 """
 )
 
-PACK = Program(
-    TILES
-    + r"""
+EIGHT = r"""
 __device__ Eight eight(int kind, const uint8* row, uint32 k) {
     switch (kind) {
         case Q4_0: return unpack_q4_0(row, k);
@@ -118,7 +116,12 @@ __device__ Eight eight(int kind, const uint8* row, uint32 k) {
         default: return unpack_q6_k(row, k);
     }
 }
+"""
 
+PACK = Program(
+    TILES
+    + EIGHT
+    + r"""
 // (N, K) blocks -> tiles; a warp for the eight rows of a tile from `first` on, so that two matrices can share tiles
 extern "C" __global__ void
 pack(const uint8* w, int kind, int64 row_bytes, uint8* out, int N, int K, int depth, int format, int first) {

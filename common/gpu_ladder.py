@@ -1,8 +1,8 @@
 """The record of one stage on a GPU's host: `python -m common.gpu_ladder cuda --model FILE --save DIR`.
 
-Loads once, then times every shape in this process, waits for the GPU before each reading of the clock, and checks the
-answers against the oracle; with --processes it does so in several fresh ones. A CPU stage is recorded likewise, at
-shapes that fit the time.
+Loads once, then times every shape in this process, from a GPU at rest to each row of logits in the host's memory, and
+checks the answers against the oracle; with --processes it does so in several fresh ones. A CPU stage is recorded
+likewise, at shapes that fit the time.
 """
 
 import argparse
@@ -40,8 +40,7 @@ def row(stage, model, shape: str, samples: int, V: int, settle) -> dict:
     for i in range(samples + (samples > 1)):
         settle()
         times, started = [], time.perf_counter()
-        for _ in stage.generate(model, ids, new + 1):
-            settle()
+        for _ in stage.generate(model, ids, new + 1):  # a row that came is here, and the GPU may be at the next already
             times.append(time.perf_counter())
         if i or samples == 1:
             taken.append(((times[0] - started) * 1e3, [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]))
@@ -189,6 +188,20 @@ def variants(stage, model, V: int, settle) -> dict:
     return found
 
 
+def phases(stage, model, V: int) -> dict:
+    """By depth, {phase: us a call and calls a step} of a stage that stamps a clock itself, over 128 steps."""
+    found, steps = {}, 128
+    for depth in (1, 1024):
+        rows = stage.generate(model, random_ids(depth, V), steps + 1)
+        next(rows)
+        stage.stamps(model)[...] = 0  # the first step may be on its way: its first stamps are lost, or those before
+        for _ in rows:
+            pass
+        stamps = zip(stage.PHASES, gpu.host(stage.stamps(model)).tolist(), strict=True)
+        found[f"after {depth}"] = {name: {"us": ns / 1e3 / n, "calls": round(n / steps)} for name, (ns, n) in stamps}
+    return found
+
+
 def queued(stage, model, V: int, settle) -> dict:
     """ms after which a forward pass of one token is queued, and after which it is done."""
     taken = []
@@ -202,8 +215,8 @@ def queued(stage, model, V: int, settle) -> dict:
     return {"queued": median(q for q, _ in taken[10:]), "done": median(d for _, d in taken[10:])}
 
 
-def record(name: str, path: str, threads: int, predicted: dict | None) -> dict:
-    """Everything there is to record of one stage."""
+def record(name: str, path: str, threads: int, predicted: dict | None, rows_alone: bool = False) -> dict:
+    """Everything there is to record of one stage, or its times alone."""
     on_gpu = gpu.on_gpu(name)
     here = gpu_machine.measure() if on_gpu else machine.identify()
     job = prepare(path, shape="pp16", threads=threads, context=CONTEXT)
@@ -219,14 +232,18 @@ def record(name: str, path: str, threads: int, predicted: dict | None) -> dict:
     del found["shape"]
     found["rows"] = [row(stage, model, shape, n, gguf.config.V, settle) for shape, n in shapes.items()]
     found["ms"] = {r["shape"]: (r["ms_per_token"] or r["ttft_ms"])["median"] for r in found["rows"]}
+    if rows_alone:
+        return found
     found["agreement"] = agreement(stage, name, gguf, model)
     if not on_gpu:
         found["host_ms"] = host_ops(name, job)
     if on_gpu:
-        found["compiled"] = hashlib.sha256(f"{stage.SOURCE}{stage.OPTIONS}".encode()).hexdigest()
+        found["compiled"] = compiled(stage)
         found["roofs"] = {"read_gbs": here.read_gbs, "multiply_add_gflops": here.fma_gflops}
         if name == "cuda":
             found["variants_ms"] = variants(stage, model, gguf.config.V, settle)
+        if hasattr(stage, "PHASES"):
+            return found | {"phases_us": phases(stage, model, gguf.config.V)}
         if name != "offload":
             found["decode_forward_ms"] = queued(stage, model, gguf.config.V, settle)
         del model
@@ -237,12 +254,21 @@ def record(name: str, path: str, threads: int, predicted: dict | None) -> dict:
     return found
 
 
+def compiled(stage) -> str:
+    """The digest of a stage's programs and options: SOURCE, and STEP where a token has a program of its own."""
+    texts = [(stage.SOURCE, stage.OPTIONS)]
+    if hasattr(stage, "STEP"):
+        texts.append((stage.STEP, stage.STEP_OPTIONS))
+    return hashlib.sha256("".join(f"{source}{options}" for source, options in texts).encode()).hexdigest()
+
+
 def several(name: str, options) -> dict:
     """The record of the first of several fresh processes, with the rows' samples one of each process: its median."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(options.processes):
+        for i in range(options.processes):
             again = [name, "--model", options.model, "--threads", str(options.threads), "--save", folder]
+            again += ["--rows"] if i or options.rows else []
             subprocess.run([sys.executable, "-m", "common.gpu_ladder", *again], check=True)
             found.append(json.loads((Path(folder) / f"{name}.json").read_text()))
     for rows in zip(*(one["rows"] for one in found), strict=True):
@@ -313,6 +339,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1, help="fresh ones, each a sample of every row")
+    parser.add_argument("--rows", action="store_true", help="times alone")
     parser.add_argument("--predicted", type=Path, help="JSON: stage -> what was predicted before the run")
     parser.add_argument("--save", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -321,9 +348,9 @@ def main(arguments=None) -> None:
         if options.processes > 1:
             found = several(name, options) | {"predicted": predicted.get(name)}
         else:
-            found = record(name, options.model, options.threads, predicted.get(name))
+            found = record(name, options.model, options.threads, predicted.get(name), options.rows)
         records.save(found, options.save / f"{name}.json")
-        print(name, {shape: round(ms, 2) for shape, ms in found["ms"].items()}, found["agreement"]["nmse"], flush=True)
+        print(name, {shape: round(ms, 2) for shape, ms in found["ms"].items()}, flush=True)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ class Place:
     runs: list[Run] = field(default_factory=list)
     pairs: list[dict] = field(default_factory=list)  # verdicts on steps, with model, shape, at, file and reason
     ops: list[dict] = field(default_factory=list)  # as `profiled` tells
+    notes: list[str] = field(default_factory=list)  # what a stage's record says of its own times
     lengths: list[dict] = field(default_factory=list)  # `lesson roofline STAGE`: {stage, model, tokens: [...]}
     sweeps: list[dict] = field(default_factory=list)  # {stage, model, setting, rows}
     kernels: dict[str, dict] = field(default_factory=dict)  # a kernel ladder's record by its name
@@ -149,6 +150,8 @@ def take(place: Place, path: Path, document: dict) -> None:
     elif kind == "llm" and here and "stage" in document and "shape" in document["rows"][0]:
         identify(place, document["machine"], document.get("commit"))
         place.roofs = gpu_roofs(document["roofs"], path.parent.parent) if document.get("roofs") else place.roofs
+        if document.get("note") and document["stage"] not in PEERS:
+            place.notes.append(f"{document['stage']}: {document['note']}.")
         for block in (document, *document.get("also", ())):
             block = {**block, "stage": document["stage"], "threads": document.get("threads", 1)}
             for row in block["rows"]:
@@ -460,7 +463,7 @@ def step(place: Place, run: Run, metric: str) -> dict | None:
 def markdown(place: Place, drawn: list) -> str:
     """report.md of one machine: its climbs with peers beside them, what lost, the kernel ladders, and the plots."""
     plots = [plot for plot in drawn if hasattr(plot, "spec")]
-    left_out = [plot.sentence for plot in drawn if not hasattr(plot, "spec")]
+    left_out = [plot.sentence for plot in drawn if not hasattr(plot, "spec")] + place.notes
     lines = [f"# lesson on {place.name}", "", f"{about(place)}.", ""]
     for model in dict.fromkeys(climb.model for climb in climbs(place)):
         lines += [f"## {model}", "", *climb_table(place, model), ""]

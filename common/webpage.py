@@ -118,7 +118,7 @@ def machine(place: Place, drawn: list) -> dict:
         "first": sorted(first, key=lambda p: p.name != f"climb-{climbs[0].metric}"),
         "plots": [p for p in shown if p not in first],
         "lost": [line.removeprefix("* ") for line in report.lost(place)],
-        "left_out": [code_marks(p.sentence) for p in drawn if isinstance(p, plots.Absent)],
+        "left_out": [code_marks(p.sentence) for p in drawn if isinstance(p, plots.Absent)] + place.notes,
     }
 
 

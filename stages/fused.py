@@ -1,14 +1,15 @@
-"""Fused: a token as one kernel, its weights streaming through shared memory across every phase.
+"""Fused: a token as one kernel, whose weights keep streaming into shared memory while its blocks wait for each other.
 
 Idea    Do not let the memory rest while blocks wait for each other.
-Was     A graph's kernel asks for its weights when it starts, and it starts when the one before has ended: the memory
-        is idle while a kernel ends, while the next begins, and while activations travel.
-Change  One block a processor stays for the whole token. One warp does nothing but copy that block's weights into a
-        ring in shared memory, in the order in which they will be needed, whatever phase that is. The others go
-        through the phases: take the activations, multiply, add up over warps, send. What is sent carries the number
-        of its phase, so that nobody waits for a barrier: a reader looks again until every number is the one it needs.
-Expect  A token takes the longer of two times: that of reading all weights, and that of five exchanges a layer, each
-        of which is two trips to the L2 cache and back.
+Was     A graph's kernel asks for its weights when it starts, and it starts when those before it leave room: the memory
+        is idle while the last block of one ends, and while activations travel to the next.
+Change  One block a processor stays for the whole token. Each of its warps has a stream of weights of its own, in the
+        order in which it multiplies them, and a ring in shared memory: what it has read it replaces at once by what
+        comes next, whatever phase that is. A block keeps what only it has made: what a head sees is multiplied by
+        its columns of the output projection, and SwiGLU's values by their columns of down. Only sums are exchanged,
+        three times a layer, as words that say themselves whether they are complete: there is no barrier.
+Expect  A token takes the time to read all weights or, where that is longer, three exchanges a layer, each of which is
+        two trips to the L2 cache and what a block does between the last word it needs and the first that it sends.
 """
 
 from dataclasses import replace
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common import cuda_streams
 from common.cpu_ops import argmax
 from common.cuda import Program, processors
-from common.cuda_tiles import TILE_BYTES, TILES, Tiles, deep, pack, pack_pairs, tile_bytes
+from common.cuda_streams import STREAMS, WARPS, Cut
+from common.cuda_tiles import TILES, Tiles, deep, pack, pack_pairs, tile_bytes
 from common.gguf import GGUFError
 from common.gpu import cache_bytes, ready
 from common.model import Weights
@@ -27,14 +30,13 @@ from common.stage import Model, StageError
 
 PREVIOUS = "graph"
 CHANGES = (
-    "TILE_BYTES", "StageError", "WARPS", "GROUP", "SPLITS", "CHUNK", "SLOT", "PIECE", "SHARED", "PATIENCE", "OPTIONS",
-    "STEP_OPTIONS", "SOURCE", "STEP", "STEP.prepare", "STEP.arrive", "STEP.fetch", "STEP.passed", "STEP.together",
-    "STEP.put", "STEP.get", "STEP.count", "STEP.counted", "STEP.nanoseconds", "STEP.late", "STEP.wait",
-    "STEP.multiply_tile", "STEP.stream", "STEP.tiles", "STEP.dealt", "STEP.product", "STEP.sent", "STEP.turn_to",
-    "STEP.take_stream", "STEP.rms_norm", "STEP.ask", "STEP.rank", "STEP.best", "STEP.begin", "STEP.project_in",
-    "STEP.look", "STEP.take_halves", "STEP.join", "STEP.project_out", "STEP.gate_up", "STEP.down", "STEP.vocabulary",
-    "STEP.step", "STEP_PROGRAM", "State", "load", "pieces", "stepping", "stamps", "captured", "follow", "queue",
-    "generate", "AHEAD", "ROOM", "SOURCE.multiply_tile", "SOURCE.dots", "SOURCE.normalized", "SOURCE.rank",
+    "WARPS", "CHUNK", "OPTIONS", "STEP_OPTIONS", "SOURCE", "STEP.late", "STEP.fill", "STEP.arrive", "STEP.leave",
+    "STEP.value_of", "STEP.fixed", "STEP.unfixed", "STEP.arrived", "STEP.own", "STEP.to_bytes", "STEP.take",
+    "STEP.tile_by_rows", "STEP.product_by_rows", "STEP.add_columns", "STEP.product_by_columns", "STEP.rank",
+    "STEP.best", "STEP.begin", "STEP.project_in", "STEP.take_turned", "STEP.over_warps", "STEP.over_blocks",
+    "STEP.look", "STEP.project_out", "STEP.gate_up", "STEP.down", "STEP.vocabulary", "STEP.step", "State", "load",
+    "captured", "follow", "queue", "generate", "SOURCE.wait_for_last", "SOURCE.let_next_come", "SOURCE.floats",
+    "SOURCE.bare", "SOURCE.multiply_tile", "SOURCE.multiply_tiles", "SOURCE.dots", "SOURCE.four", "SOURCE.rank",
     "SOURCE.best", "SOURCE.begin", "SOURCE.project_in", "SOURCE.splits", "SOURCE.turned_value", "SOURCE.look",
     "SOURCE.look_64", "SOURCE.look_128", "SOURCE.project_out", "SOURCE.gate_up", "SOURCE.down", "SOURCE.vocabulary",
     "one", "step",
@@ -49,7 +51,7 @@ FUSED = {
     "scale": "attention",
     "softmax": "attention",
 }
-PHASES = ("begin", "project_in", "look", "project_out", "gate_up", "down", "vocabulary")
+PHASES = ("begin", "project_in", "look", "gate_up", "down", "vocabulary")
 ARCHS = ("sm_90",)
 OPERANDS = "float16"
 
@@ -61,18 +63,12 @@ STAGES = 3  # slots in matmul's ring: two on their way while one is multiplied
 KEPT = 16  # graphs at most: of a step, and of the prompt lengths met last
 PARTS = 8  # blocks at most that share out the k's of one tile
 HEADS = (64, 128)  # head sizes that attention is compiled for
-WARPS = 16  # that compute in the kernel of a token; one more copies
-GROUP = 8  # tiles of 16 rows that a block multiplies before its warps add up
-SPLITS = 4  # blocks at most that share out a head's positions
-CHUNK = 256  # positions that make one more of them worthwhile
-SLOT = 20480  # bytes of the ring's slots
-PIECE = (32, 16, 16, 8)  # tiles of each format in a slot
-SHARED = 220 * 1024  # bytes of shared memory for ring and activations; 227 KB is what there is, some of it fixed
+BLOCKS = 128  # at most of a token's kernel, one a processor: a number that divides what models have of most things
+CHUNK = 256  # positions from which on a head's blocks share them out
 PATIENCE = 2 * 10**9  # cycles, about a second: a kernel that takes longer is stuck, and ends with an error
 TILE = 8 * THREADS  # values of an embedding row that a block unpacks at a time
 OPTIONS = (f"-DTHREADS={THREADS}", f"-DWIDE={WIDE}", f"-DTILE={TILE}", f"-DSTAGES={STAGES}")
-STEP_OPTIONS = (f"-DWARPS={WARPS}", f"-DGROUP={GROUP}", f"-DSPLITS={SPLITS}", f"-DCHUNK={CHUNK}", f"-DSLOT={SLOT}",
-                f"-DPATIENCE={PATIENCE}ll")  # fmt: skip
+STEP_OPTIONS = Cut(2048, 5632, 32, 4, 64, 32000, 22, BLOCKS).options  # of TinyLlama's shape: a model has its own
 
 SOURCE = (
     TILES
@@ -334,268 +330,309 @@ attention_128(const half* q, const half* k, const half* v, const int64* start, h
               int stride) { attend<128>(q, k, v, start, out, T, H, G, hd, stride); }
 """
 )
-PROGRAM = Program(SOURCE, OPTIONS, ARCHS)
 
 STEP = (
-    TILES
+    STREAMS
+    + f"constexpr int CHUNK = {CHUNK};\nconstexpr int64 PATIENCE = {PATIENCE};\n"
     + r"""
-typedef unsigned long long uint64;
+// The model's dimensions and how they are dealt, as Cut in common/cuda_streams.py tells: D = 2048, F = 5632, ...
+constexpr int CUT;
+constexpr int TALL = (D + 15) / 16 * 16, WIDE = 128 * CHUNKS * ACTIVE, ROW = (V + 3) / 2 * 2;  // floats, padded
 
 struct Layer {
-    Stack qkv, o, gate_up, down;
     const float *attn_norm, *ffn_norm;
     half *keys, *values;
+    int q, k, v, o, gate_up, down;  // formats
 };
 
-struct Model {  // and what its steps share; an exchange is of words: the number of its phase above 32 bits of data
-    const Layer* layers;
-    const uint8* embedding;
+struct Model {
+    Layer layers[L];
+    const uint8 *embedding, *streams;
     const double* freqs;
     const float* output_norm;
     float* rows;
-    uint64 *qkv, *seen, *shares, *after_o, *act, *after_down;
-    uint32* arrivals;  // two counts of what was sent, of this step and of the next
-    int64* stamps;
-    const ulonglong2* pieces;  // for each block what to copy: where from, how many bytes
-    const int* counts;
-    int64 row_bytes;
-    Stack output;
-    int L, D, F, H, G, hd, turned, kind, most, slots;
+    uint64 *qkv, *joined;  // words: the number of their layer above 32 bits of a float
+    uint64* sums;  // (2, 2, TALL): of even and odd launches, what o and what down have added to the residual stream
+    uint32* arrivals;  // (2, 2): of even and odd launches, how often a block has added to those
+    int64 *stamps, row_bytes, stride;
+    int kind, output, turned;
     float eps;
 };
 
-// ---- the machine's instructions -------------------------------------------------------------------------------------
-
-__device__ void prepare(uint64* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
-}
-__device__ void arrive(uint64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
-}
-__device__ void fetch(void* to, uint64 from, uint32 bytes, uint64* barrier) {  // the weights are not needed again soon
-    uint64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) :
-        "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1], %2, [%3], %4;"
-                 ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(barrier)), "l"(policy) : "memory");
-}
-__device__ bool passed(uint64* barrier, int phase) {
-    uint32 done;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
-    return done;
-}
-__device__ void together() {  // the warps that compute, each of them whole
-    __syncwarp();
-    asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
-}
-__device__ void put(uint64* to, uint32 tag, uint32 bits) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((uint64)tag << 32 | bits) : "memory");
-}
-__device__ void get(const uint64* from, uint64* two) {
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two[0]), "=l"(two[1]) : "l"(from) : "memory");
-}
-__device__ uint64 get(const uint64* from) {
-    uint64 word;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    return word;
-}
-__device__ void count(uint32* at) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory"); }
-__device__ uint32 counted(const uint32* at) {
-    uint32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
-__device__ int64 nanoseconds() {
-    int64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
-
 __device__ bool late(int64 since) { return clock64() - since > PATIENCE; }
-__device__ void wait(uint64* barrier, int phase, int64 since) { while (!passed(barrier, phase) && !late(since)) {} }
 
-// ---- a block's share of a step --------------------------------------------------------------------------------------
+// ---- the ring: a warp's stream of weights, SLOTS pieces of it in shared memory or on their way ----------------------
+
+// A warp's own, which no other waits for: it reads a piece, and at once asks for the one that takes its place, whatever
+// phase that belongs to. So while blocks wait for each other the next weights keep coming, up to SLOTS pieces.
+struct Ring {
+    uint8* slots;
+    uint64* full;  // a barrier for each slot: has what was asked for come?
+    const uint8* stream;  // what to ask for next
+    int64 since;
+    int slot, phase;  // of what is read next; a barrier's phase turns over each time round
+};
+
+// Ask for the first pieces.
+__device__ void fill(Ring& r) {
+    const int lane = threadIdx.x % 32;
+    const uint32 size = lane < SLOTS ? ((const uint32*)r.stream)[lane] : 0;
+    r.stream += HEADER;
+    if (lane < SLOTS) prepare(&r.full[lane]);
+    prepared();
+    __syncwarp();
+    for (int i = 0; i < SLOTS; ++i) {
+        const uint32 bytes = __shfl_sync(~0u, size, i);
+        if (lane == 0 && bytes) fetch(r.slots + i * PIECE, r.stream, bytes, &r.full[i]);
+        r.stream += bytes;
+    }
+}
+
+// The next piece, once it has come.
+__device__ const uint8* arrive(Ring& r) {
+    while (!passed(&r.full[r.slot], r.phase) && !late(r.since)) {}
+    return r.slots + r.slot * PIECE;
+}
+
+// All lanes hold what they need of it: ask for the piece that takes its place, whose length stands after it.
+__device__ void leave(Ring& r, int size) {
+    uint8* slot = r.slots + r.slot * PIECE;
+    const uint32 bytes = *(const uint32*)(slot + size);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && bytes) fetch(slot, r.stream, bytes, &r.full[r.slot]);
+    r.stream += bytes;
+    if (++r.slot == SLOTS) r.slot = 0, r.phase ^= 1;
+}
+
+// ---- a block, and what it exchanges with others ---------------------------------------------------------------------
+
+enum { BEGIN, PROJECT_IN, LOOK, GATE_UP, DOWN, VOCABULARY };
+enum { AFTER_O, AFTER_DOWN };  // the two sums that all blocks add to and wait for
 
 struct Block {
     const Model& m;
-    int64 at, since, stamp;
+    const int warp;
+    const int64 at, since;  // position, and the clock at the start
+    int64 stamp;
+    uint32 tag;  // the number of the layer, over all launches
+    uint64* sums;  // of this launch, as arrivals
     uint32* arrivals;
-    uint32 tag, due;  // the number of the phase that sent last, and how many arrivals there are once all have sent
-    int base, slot, phase;  // the block that the next product's first tile goes to; where the ring is read next
-    int splits, each;  // how many blocks share out a head's positions, and how many positions each has
-    uint8* ring;
-    float *x, *norm[2], *parts;  // residual stream, norms on their way, sums of warps
-    half *h, *zeros;  // what is multiplied
-    uint64 *full, *empty;
-    uint64 best;
+    float *parts, *embedded;  // in shared memory: sums of each warp, the token's embedding
+    Ring ring;
 
     __device__ bool late() const { return ::late(since); }
+    __device__ uint64 word(float value) const { return (uint64)tag << 32 | __float_as_uint(value); }
     __device__ bool old(uint64 word) const { return (uint32)(word >> 32) != tag && !late(); }
-
-    // All that the phase before sent is probably there: one thread looks, so that the others need not look in vain.
-    __device__ void wait() const {
-        if (threadIdx.x == 0) while ((int)(counted(arrivals) - due) < 0 && !late()) {}
-        together();
-    }
-    __device__ void mark(int phase) {
+    __device__ void mark(int phase) {  // the first thread of all stamps the clock
         if (blockIdx.x || threadIdx.x) return;
         const int64 now = nanoseconds();
         m.stamps[2 * phase] += now - stamp, ++m.stamps[2 * phase + 1], stamp = now;
     }
 };
 
-// A tile of 16 rows by one token's 64 values, onto sum. An instruction multiplies by eight columns, so every one holds
-// this token: what lanes other than 0, 4, 8 ... add up is not looked at.
-template <int FORMAT> __device__ __forceinline__ void multiply_tile(float* sum, const uint8* tile, const half* x) {
-    const int lane = threadIdx.x % 32;
-    Share<FORMAT> share;
-    share.load(tile, lane);
+__device__ float value_of(uint64 word) { return __uint_as_float((uint32)word); }
+
+// Sums that many blocks add to have words of 64 bits: 56 of a number in units of 2^-28, whose sum is the same in any
+// order, and eight that count who has added. So a word says itself whether it is complete.
+__device__ uint64 fixed(float value) { return ((uint64)__float2ll_rn(value * 268435456) << 8) + 1; }
+__device__ float unfixed(uint64 word) {
+    const float fraction = __uint_as_float(0x3F800000 | (uint32)word >> 9) - 1;
+    return ((float)(int)(word >> 32) + fraction) * 0.0625f;
+}
+static_assert(BLOCKS < 256 && BLOCKS <= (F + 15) / 16, "eight bits count who has added, and every block adds");
+
+// This block has added all that it has to. No fence: the count only says when looking is worthwhile.
+__device__ void arrived(Block& b, int which) {
+    __syncthreads();
+    if (threadIdx.x == 0) count(b.arrivals + which);
+}
+
+// A lane's own values of the residual stream, four that lie together at a time: each(chunk, which of eight, k).
+template <class Each> __device__ __forceinline__ void own(const Block& b, Each each) {
+    const int warp = b.warp, lane = threadIdx.x % 32, k0 = warp * CHUNKS * 128 + lane / 8 * 32 + lane % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        uint32 a[2][4];
-        share.unpack(j, a);
-        const uint4 v = *(const uint4*)(x + j * 32 + lane % 4 * 8);
-        multiply(sum, a[0], v.x, v.y), multiply(sum, a[1], v.z, v.w);
-    }
-}
-
-struct Sums { float upper, lower; int slot, phase; };  // rows g and g + 8, and where the ring is read next
-
-// A row tile of the ring's next pieces by h, each warp every sixteenth tile along k. One copy of the code serves all
-// phases, so that it stays in the instruction cache; and all warps go round as often, or the compiler would guard every
-// instruction against lanes that part.
-template <int FORMAT>
-__device__ __noinline__ Sums stream(const uint8* ring, const half* h, const half* zeros, uint64* full, uint64* empty,
-                                    int slots, int slot, int phase, int depth, int64 since) {
-    constexpr int SIZE = FORMAT == NIBBLES ? 640 : FORMAT == BYTES ? 1152 : FORMAT == SIXTEENTHS ? 1280 : 2048;
-    constexpr int PIECE = FORMAT == NIBBLES ? 32 : FORMAT == HALVES ? 8 : 16;
-    const int warp = threadIdx.x / 32;
-    float sum[4] = {}, more[4] = {};
-    for (int k0 = 0; k0 < depth; k0 += PIECE) {
-        const int end = min(k0 + PIECE, depth) - 1, own = k0 + (warp - k0 & WARPS - 1);
-        const uint8* piece = ring + slot * SLOT;
-        wait(&full[slot], phase, since);
+    for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-        for (int i = 0; i < PIECE; i += WARPS)
-            multiply_tile<FORMAT>(i / WARPS % 2 ? more : sum, piece + (min(own + i, end) - k0) * SIZE,
-                                  own + i <= end ? h + (own + i) * 64 : zeros);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(&empty[slot]);
-        if (++slot == slots) slot = 0, phase ^= 1;
+        for (int j = 0; j < 2; ++j) {
+            const int k = k0 + i * 128 + j * 16;
+            if ((ACTIVE == WARPS || warp < ACTIVE) && k < D) each(i, 4 * j, k);
+        }
+}
+
+// A warp's k's of a normed residual stream, as its lanes multiply them: bytes times `by`, and sums for 16 k's each.
+struct Rows { uint32 b[CHUNKS][8]; Sums of[CHUNKS][2]; float by; };
+
+__device__ __forceinline__ void to_bytes(Rows& x, const float (*value)[8], float most) {
+    x.by = most / MOST;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const uint32 four = bytes_of(value[i] + 4 * j, most > 0 ? MOST / most : 0);
+#pragma unroll
+            for (int u = 0; u < 4; ++u) x.b[i][2 * u + j] = threadIdx.x % 32 / 8 == u ? four : 0;
+            const uint32 column[4] = {x.b[i][j], x.b[i][2 + j], x.b[i][4 + j], x.b[i][6 + j]};
+            x.of[i][j] = sums_of<4>(column);
+        }
+}
+
+// The residual stream is embedding + o's sum + down's sum, both over all layers so far. Waits for the one that has just
+// been added to; `rest` is what the other two come to. adders: how often each word has been added to.
+__device__ void take(Block& b, Rows& x, float (*rest)[8], float* squares, int which, uint32 arrivals, uint32 adders,
+                     const float* norm) {
+    const int warp = b.warp, lane = threadIdx.x % 32;
+    const uint64* words = b.sums + which * TALL;
+    float weight[CHUNKS][8] = {}, most = 0, square = 0;
+    own(b, [&](int i, int v, int k) { *(float4*)(weight[i] + v) = *(const float4*)(norm + k); });
+    uint64 word[CHUNKS][8] = {};
+    if (arrivals) {  // not before the first layer
+        if (threadIdx.x == 0) while ((int)(counted(b.arrivals + which) - arrivals) < 0 && !b.late()) {}
+        __syncthreads();  // one thread of a block looks: more would stand in the way of those that add
+        bool complete;
+        do {
+            own(b, [&](int i, int v, int k) { get(words + k, word[i] + v), get(words + k + 2, word[i] + v + 2); });
+            complete = true;
+            own(b, [&](int i, int v, int k) {
+                for (int n = v; n < v + 4; ++n) complete &= ((word[i][n] ^ adders) & 255) == 0;
+            });
+        } while (!complete && !b.late());
     }
-    return {sum[0] + more[0], sum[2] + more[2], slot, phase};
+    float value[CHUNKS][8] = {};
+    own(b, [&](int i, int v, int k) {
+        const float4 from = *(const float4*)(b.embedded + k);
+        const float start[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const float added = unfixed(word[i][v + n]), now = rest[i][v + n] + added;
+            if (arrivals) rest[i][v + n] = start[n] + added;
+            square += now * now;
+            value[i][v + n] = now * weight[i][v + n];
+            most = fmaxf(most, fabsf(value[i][v + n]));
+        }
+    });
+    for (int step : {1, 2, 8, 16}) square += __shfl_xor_sync(~0u, square, step);  // lane ^ 4 has the same values
+    if (lane == 0) squares[warp] = square;
+    to_bytes(x, value, highest(most));
 }
 
-__device__ int tiles(const Stack& w) { return (w.rows[0] + 15) / 16 + (w.rows[1] + 15) / 16 + (w.rows[2] + 15) / 16; }
+// ---- products -------------------------------------------------------------------------------------------------------
 
-// The first tile of the next product that this block has, where there are so many. A block that has none must not look
-// for its input either, since the others do not wait for it before they send the next.
-__device__ int dealt(const Block& b) {
-    const int first = blockIdx.x - b.base;
-    return first < 0 ? first + gridDim.x : first;
-}
-
-// This block's tiles of a product: tiles are dealt to the blocks in turn, on from where the phase before ended.
-// done(row, value, lane) for each sum, by lanes 0 to 15 of a warp; row is -1 past a matrix's end.
-template <class Done> __device__ void product(Block& b, const Stack& w, Done done) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count_all = tiles(w), blocks = gridDim.x;
-    const int first = dealt(b);
-    for (b.base += count_all; b.base >= blocks;) b.base -= blocks;
-    for (int start = first; start < count_all; start += GROUP * blocks) {
-        for (int i = 0; i < GROUP && start + i * blocks < count_all; ++i) {
-            int tile = start + i * blocks, of = 0;
-            while (tile >= (w.rows[of] + 15) / 16) tile -= (w.rows[of++] + 15) / 16;
-            Sums sum;
-            switch (w.format[of]) {
-                case NIBBLES: sum = stream<NIBBLES>(b.ring, b.h, b.zeros, b.full, b.empty, b.m.slots, b.slot, b.phase,
-                    w.depth, b.since); break;
-                case BYTES: sum = stream<BYTES>(b.ring, b.h, b.zeros, b.full, b.empty, b.m.slots, b.slot, b.phase,
-                    w.depth, b.since); break;
-                case SIXTEENTHS: sum = stream<SIXTEENTHS>(b.ring, b.h, b.zeros, b.full, b.empty, b.m.slots, b.slot,
-                    b.phase, w.depth, b.since); break;
-                default: sum = stream<HALVES>(b.ring, b.h, b.zeros, b.full, b.empty, b.m.slots, b.slot, b.phase,
-                    w.depth, b.since);
+// By rows: a tile of 16 rows by this warp's k's.
+__device__ __forceinline__ float tile_by_rows(Block& b, const Rows& x, int format) {
+    float sum[2] = {};
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        if (format == NIBBLES) {  // one share of eight units, two of which have one scale
+            Share<NIBBLES, 8> share;
+            share.load(arrive(b.ring));
+            leave(b.ring, SHARE);
+            share.multiply(sum, x.b[i], {x.of[i][0].high + x.of[i][1].high, x.of[i][0].low + x.of[i][1].low});
+            continue;
+        }
+        for (int plane = 0; plane < format; ++plane)  // two shares of four units, and of HALVES again the low bytes
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const uint32 four[4] = {x.b[i][j], x.b[i][2 + j], x.b[i][4 + j], x.b[i][6 + j]};
+                Share<BYTES, 4> share;
+                share.load(arrive(b.ring));
+                leave(b.ring, SHARE);
+                if (format == BYTES) share.multiply(sum, four, x.of[i][j]);
+                else ((Share<HALVES, 4>&)share).multiply(sum, four, x.of[i][j]);
             }
-            b.slot = sum.slot, b.phase = sum.phase;
-            float* part = b.parts + (i * WARPS + warp) * 16 + lane / 4;
-            if (lane % 4 == 0) part[0] = sum.upper, part[8] = sum.lower;
-        }
-        together();
-        int tile = start + warp * blocks, of = 0, column = 0;
-        if (warp < GROUP && tile < count_all && lane < 16) {
-            while (tile >= (w.rows[of] + 15) / 16) tile -= (w.rows[of] + 15) / 16, column += w.rows[of++];
-            float sum = 0;
-            for (int i = 0; i < WARPS; ++i) sum += b.parts[(warp * WARPS + i) * 16 + lane];
-            done(tile * 16 + lane < w.rows[of] ? column + tile * 16 + lane : -1, sum, lane);
-        }
-        if (start + GROUP * blocks < count_all) together();  // before the next tiles' sums overwrite these
     }
+    return over_lanes(sum, format) * x.by;
 }
 
-// After a warp's lanes have sent: one more arrival.
-__device__ void sent(Block& b, int lane) {
-    __syncwarp(0xFFFF);
-    if (lane == 0) count(b.arrivals);
-}
-
-// The next exchange: who sends from here on marks its words so.
-__device__ void turn_to(Block& b, int arrivals) { ++b.tag, b.due += arrivals; }
-
-// The residual stream that a phase sent, each warp the values it will multiply.
-__device__ void take_stream(Block& b, const uint64* words) {
-    constexpr int ROUND = 32 / WARPS;  // words on their way at once: 2048
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, D = b.m.D, depth = (D + 63) / 64;
-    for (int k0 = warp; k0 < depth; k0 += ROUND * WARPS) {
-        uint64 two[ROUND][2];
+// This block's `mine` tiles by x, summed over warps: done(i, row, value), for four lanes each; a warp has rows r to
+// r + 3 and r + 8 to r + 11. What RMS norm divides by comes last, from the squares of all warps.
+template <class Format, class Done>
+__device__ void product_by_rows(Block& b, const Rows& x, const float* squares, int mine, Format format, Done done) {
+    const int warp = b.warp, lane = threadIdx.x % 32;
+    for (int start = 0; start < mine; start += GROUP) {
+        const int count = min(GROUP, mine - start);
+        if (ACTIVE == WARPS || warp < ACTIVE) for (int i = 0; i < count; ++i) {
+            const float value = tile_by_rows(b, x, format(start + i));
+            if (lane % 4 < 2) b.parts[(i * WARPS + warp) * 16 + lane % 2 * 8 + lane / 4] = value;
+        }
+        __syncthreads();
+        if (warp / 2 < count) {  // half a tile a warp, and four lanes a row
+            const int i = warp / 2, row = lane / 4 % 4 + warp % 2 * 4 + lane / 16 * 8;
+            float sum = 0, square = 0;
 #pragma unroll
-        for (int i = 0; i < ROUND; ++i) {
-            const int d = (k0 + i * WARPS) * 64 + lane * 2;
-            if (d < D) get(words + d, two[i]);
+            for (int n = 0; n < (ACTIVE + 3) / 4; ++n) {
+                const int w = lane % 4 + 4 * n;
+                if (ACTIVE % 4 && w >= ACTIVE) continue;
+                sum += b.parts[(i * WARPS + w) * 16 + row], square += squares[w];
+            }
+            for (int step = 1; step < 4; step *= 2)
+                sum += __shfl_xor_sync(~0u, sum, step), square += __shfl_xor_sync(~0u, square, step);
+            done(start + i, row, sum * rsqrtf(square / D + b.m.eps));
         }
+        if (start + GROUP < mine) __syncthreads();  // before the next tiles' sums overwrite these
+    }
+}
+
+// By columns: `tiles` tiles of 16 rows by the k's x that this block has made, EVERY for each warp, added to everyone's
+// sums.
+template <int FORMAT, int UNITS, int PASSES, int EVERY>
+__device__ __forceinline__ void add_columns(Block& b, const uint32 (*x)[UNITS], const Sums* of, float by, uint64* to,
+                                            int tile0, int tiles) {
+    constexpr int SIZE = Share<FORMAT, UNITS>::SIZE, FIT = SHARE / SIZE, AT_ONCE = EVERY < FIT ? EVERY : FIT;
+    constexpr int TURNS = (EVERY + AT_ONCE - 1) / AT_ONCE;
+    const int warp = b.warp, lane = threadIdx.x % 32;
+    for (int i = 0; i < TURNS; ++i) {
+        const int turn = (i + blockIdx.x) % TURNS;  // not all blocks to the same words
+        float sum[AT_ONCE][2] = {};
 #pragma unroll
-        for (int i = 0; i < ROUND; ++i) {
-            const int d = (k0 + i * WARPS) * 64 + lane * 2;
-            if (d >= D) continue;
-            while (b.old(two[i][0]) || b.old(two[i][1])) get(words + d, two[i]);
-            *(float2*)(b.x + d) = {__uint_as_float((uint32)two[i][0]), __uint_as_float((uint32)two[i][1])};
+        for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+            for (int plane = 0; plane < (FORMAT == HALVES ? 2 : 1); ++plane) {
+                Share<FORMAT, UNITS> share[AT_ONCE];
+                const uint8* piece = arrive(b.ring);
+#pragma unroll
+                for (int t = 0; t < AT_ONCE; ++t) share[t].load(piece + t * SIZE);
+                leave(b.ring, AT_ONCE * SIZE);
+#pragma unroll
+                for (int t = 0; t < AT_ONCE; ++t) share[t].multiply(sum[t], x[pass], of[pass]);
+            }
+#pragma unroll
+        for (int t = 0; t < AT_ONCE; t += 2) {  // two tiles: all lanes have something to add
+            float value[2] = {};
+            for (int s = 0; s < 2 && t + s < AT_ONCE; ++s) value[s] = over_lanes(sum[t + s], FORMAT) * by;
+            const int second = lane / 2 % 2, tile = (turn * AT_ONCE + t + second) * WARPS + warp;
+            const int row = (tile0 + tile) * 16 + lane % 2 * 8 + lane / 4;
+            if (t + second < AT_ONCE && tile < tiles) add(to + row, fixed(second ? value[1] : value[0]));
         }
     }
-    __syncwarp();
 }
 
-// x normalized into h, each warp the values it will multiply.
-__device__ void rms_norm(Block& b, const float* weight) {
-    __shared__ float sums[WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, D = b.m.D, depth = (D + 63) / 64;
-    float sum = 0;
-    for (int k = warp; k < depth; k += WARPS) {
-        const int d = k * 64 + lane * 2;
-        if (d < D) sum += b.x[d] * b.x[d] + b.x[d + 1] * b.x[d + 1];
+// The same from x (PASSES * UNITS, 16), in shared memory.
+template <int UNITS, int PASSES, int EVERY>
+__device__ __forceinline__ void product_by_columns(Block& b, int format, const float* x, uint64* to, int tile0,
+                                                   int tiles) {
+    const int lane = threadIdx.x % 32, u = lane / 8;
+    float mine[PASSES][4], most = 0;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        *(float4*)mine[pass] = *(const float4*)(x + (pass * UNITS + min(u, UNITS - 1)) * 16 + lane % 4 * 4);
+        for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(mine[pass][i]));
     }
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) sums[warp] = sum;
-    arrived<0>();  // the norm's weights
-    together();
-    sum = 0;
-    for (int i = 0; i < WARPS; ++i) sum += sums[i];
-    const float by = rsqrtf(sum / D + b.m.eps);
-    for (int k = warp; k < depth; k += WARPS) {
-        const int d = k * 64 + lane * 2;
-        const bool inside = d < D;
-        ((half2*)b.h)[d / 2] = inside ? __floats2half2_rn(b.x[d] * by * weight[d], b.x[d + 1] * by * weight[d + 1]) :
-            half2{};
+    most = highest(most);
+    uint32 bytes[PASSES][UNITS];
+    Sums of[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const uint32 four = bytes_of(mine[pass], most > 0 ? MOST / most : 0);
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) bytes[pass][i] = u == i ? four : 0;
+        of[pass] = sums_of<UNITS>(bytes[pass]);
     }
-    __syncwarp();
-}
-
-// A norm's weights on their way to shared memory, once nobody needs the last.
-__device__ void ask(Block& b, float* to, const float* weight) {
-    together();
-    for (int i = threadIdx.x; i < b.m.D / 4; i += WARPS * 32) copy(to + 4 * i, weight + 4 * i, true);
-    commit();
+    const float by = most / MOST;
+    switch (format) {
+        case NIBBLES: return add_columns<NIBBLES, UNITS, PASSES, EVERY>(b, bytes, of, by, to, tile0, tiles);
+        case BYTES: return add_columns<BYTES, UNITS, PASSES, EVERY>(b, bytes, of, by, to, tile0, tiles);
+        default: return add_columns<HALVES, UNITS, PASSES, EVERY>(b, bytes, of, by, to, tile0, tiles);
+    }
 }
 
 // ---- the phases -----------------------------------------------------------------------------------------------------
@@ -607,311 +644,290 @@ __device__ uint64 rank(float logit, uint32 row) {
 }
 
 // Logits go to one of two rows, by position; after each row's V stands the best rank.
-__device__ uint64* best(float* rows, int64 at, int V) { return (uint64*)(rows + ((at & 1) + 1) * ((V +
-    3) / 2 * 2)) - 1; }
+__device__ uint64* best(float* rows, int64 at) { return (uint64*)(rows + ((at & 1) + 1) * ROW) - 1; }
 
-// The embedding of the token that the step before chose, and the turns of this position.
-__device__ void begin(Block& b, float2* turns) {
-    const uint32 token = ~(uint32)*best(b.m.rows, b.at - 1, b.m.output.rows[0]);
-    const uint8* row = b.m.embedding + min(token, b.m.output.rows[0] - 1u) * b.m.row_bytes;
-    for (int d = 8 * threadIdx.x; d < b.m.D; d += 8 * WARPS * 32) unpack_eight(b.m.kind, row, d, b.m.D, b.x + d);
-    if (threadIdx.x < b.m.hd / 2) {
+// The embedding of the token that the step before chose, and the turns of this position; zeros for the launch after.
+__device__ void begin(Block& b, float2* turns, int parity) {
+    const uint32 token = ~(uint32)*best(b.m.rows, b.at - 1);
+    const uint8* row = b.m.embedding + min(token, V - 1u) * b.m.row_bytes;
+    for (int d = 8 * threadIdx.x; d < WIDE; d += 8 * WARPS * 32) {
+        *(float4*)(b.embedded + d) = *(float4*)(b.embedded + d + 4) = {};
+        if (d < D) unpack_eight(b.m.kind, row, d, D, b.embedded + d);
+    }
+    if (threadIdx.x < HD / 2) {
         const double half_turns = threadIdx.x < b.m.turned ? b.at * b.m.freqs[threadIdx.x] * 0.31830988618379067 : 0;
         float2 to;
         sincospif((float)(half_turns - 2 * rint(half_turns / 2)), &to.y, &to.x);  // whole turns off before rounding
         turns[threadIdx.x] = to;
     }
+    for (int i = blockIdx.x * WARPS * 32 + threadIdx.x; i < 2 * TALL; i += BLOCKS * WARPS * 32)
+        b.m.sums[(parity ^ 1) * 2 * TALL + i] = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        *best(b.m.rows, b.at, b.m.output.rows[0]) = 0;
+        b.m.arrivals[(parity ^ 1) * 2] = b.m.arrivals[(parity ^ 1) * 2 + 1] = 0;
+        *best(b.m.rows, b.at) = 0;
         __threadfence();
     }
-    together();
+    __syncthreads();
 }
 
-__device__ void project_in(Block& b, const Layer& layer, bool first) {
-    if (!first) b.wait(), take_stream(b, b.m.after_down);
-    rms_norm(b, b.norm[0]);
-    turn_to(b, tiles(layer.qkv));
-    product(b, layer.qkv, [&](int row, float value, int lane) {
-        if (row >= 0) put(b.m.qkv + row, b.tag, __float_as_uint(value));
-        sent(b, lane);
+// Tiles of q, k and v, dealt from the last block on, since the first ones may have a unit of gate_up more.
+__device__ void project_in(Block& b, const Rows& x, const float* squares, const Layer& layer) {
+    constexpr int QUERIES = (H * HD + 15) / 16, KEYS = (G * HD + 15) / 16, ALL = QUERIES + 2 * KEYS;
+    const int first = BLOCKS - 1 - blockIdx.x;
+    product_by_rows(b, x, squares, (ALL - first + BLOCKS - 1) / BLOCKS, [&](int i) {
+        const int tile = first + i * BLOCKS;
+        return tile < QUERIES ? layer.q : tile < QUERIES + KEYS ? layer.k : layer.v;
+    }, [&](int i, int row, float value) {
+        int tile = first + i * BLOCKS, rows = H * HD, column = 0;
+        if (tile >= QUERIES) tile -= QUERIES, column = rows, rows = G * HD;
+        if (tile >= KEYS && column) tile -= KEYS, column += rows;
+        if (threadIdx.x % 4 == 0 && tile * 16 + row < rows) put(b.m.qkv + column + tile * 16 + row, b.word(value));
     });
 }
 
-// What a lane knows of the keys it has seen: eight values of their weighted sum, the sum of weights, and the highest
-// score.
+// Of a position's HD values a lane has eight, so a group of LANES lanes sees one position; all GROUPS of a block see as
+// many at once, and EARLY times as many are on their way together.
+constexpr int HEAD = HD <= 64 ? 64 : 128, LANES = HEAD / 8, GROUPS = WARPS * 32 / LANES, EARLY = HD <= 64 ? 5 : 2;
+constexpr float LOWEST = -1e38f, UNSEEN = -3e38f;  // 2^(UNSEEN - LOWEST) is 0
+
+// What a lane knows of the keys it has seen: eight values of their weighted sum, the sum of weights, the highest score.
 struct Sight {
     float sum[8], most, total;
 
-    template <int LANES> __device__ void see(const float* q, uint4 k8, uint4 v8, bool seen) {
-        float score = 0;
-        for (int i = 0; i < 8; ++i) score += q[i] * __half2float(((const half*)&k8)[i]);
-        for (int step = LANES / 2; step; step /= 2) score += __shfl_xor_sync(~0u, score, step);
-        const float higher = seen ? fmaxf(most, score) : most, weight = seen ? exp2f(score - higher) : 0;
-        const float keep = exp2f(most - higher);
-        for (int i = 0; i < 8; ++i) sum[i] = sum[i] * keep + weight * __half2float(((const half*)&v8)[i]);
-        total = total * keep + weight, most = higher;
+    // EARLY keys and values: those of positions first, first + GROUPS ... below high; the warp's begin at start
+    __device__ void see(const float* q, const uint4* k8, const uint4* v8, int64 first, int64 start, int64 high) {
+        float score[EARLY];
+#pragma unroll
+        for (int i = 0; i < EARLY; ++i) {
+            score[i] = UNSEEN;
+            if (start + i * GROUPS >= high) continue;
+            score[i] = 0;
+            for (int n = 0; n < 8; ++n) score[i] += q[n] * __half2float(((const half*)&k8[i])[n]);
+            for (int step = LANES / 2; step; step /= 2) score[i] += __shfl_xor_sync(~0u, score[i], step);
+            if (first + i * GROUPS >= high) score[i] = UNSEEN;
+        }
+        float higher = most;
+#pragma unroll
+        for (int i = 0; i < EARLY; ++i) higher = fmaxf(higher, score[i]);
+        keep(higher);
+#pragma unroll
+        for (int i = 0; i < EARLY; ++i) {
+            if (start + i * GROUPS >= high) continue;
+            const float weight = exp2f(score[i] - higher);
+            total += weight;
+            for (int n = 0; n < 8; ++n) sum[n] += weight * __half2float(((const half*)&v8[i])[n]);
+        }
+    }
+    __device__ void keep(float higher) {
+        const float by = exp2f(most - higher);
+        for (int n = 0; n < 8; ++n) sum[n] *= by;
+        total *= by, most = higher;
+    }
+    __device__ void join() {  // over the lanes of a warp that have seen other keys
+        float higher = most;
+        for (int step = LANES; step < 32; step *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, step));
+        keep(higher);
+        for (int step = LANES; step < 32; step *= 2) {
+            total += __shfl_xor_sync(~0u, total, step);
+            for (int n = 0; n < 8; ++n) sum[n] += __shfl_xor_sync(~0u, sum[n], step);
+        }
     }
 };
 
-// A share of the positions for each head: what it sees there, and the logarithm of its weight.
-template <int HD> __device__ void look(Block& b, const Layer& layer, const float2* turns) {
-    constexpr int LANES = HD / 8, AT_ONCE = WARPS * 32 / LANES, EARLY = HD > 64 ? 4 : CHUNK / AT_ONCE;
-    __shared__ __align__(16) half own[3][HD];  // this position's query, key and value
+// This position's query, key and value of a head, as soon as they have been sent: turned, to shared memory.
+__device__ void take_turned(Block& b, float* q, half* key, half* value, int head, const float2* turns) {
+    if (threadIdx.x >= 3 * HD / 2) return;
+    const int which = threadIdx.x / (HD / 2), pair = threadIdx.x % (HD / 2), g = head / (H / G);
+    const int from = which == 0 ? head : which == 1 ? H + g : H + G + g;
+    uint64 two[2];
+    do get(b.m.qkv + from * HD + pair * 2, two); while (b.old(two[0]) || b.old(two[1]));
+    const float2 turn = which < 2 ? turns[pair] : float2{1, 0};
+    const float x = value_of(two[0]), y = value_of(two[1]);
+    const float2 turned = {x * turn.x - y * turn.y, x * turn.y + y * turn.x};
+    const float scale = rsqrtf(HD) * 1.4426950408889634f;  // and exp is exp2 of it
+    if (which == 0) ((float2*)q)[pair] = {turned.x * scale, turned.y * scale};
+    else ((half2*)(which == 1 ? key : value))[pair] = __floats2half2_rn(turned.x, turned.y);
+}
+
+// Value d of a head's weighted sum (x) and the sum of weights (y), over all warps: for four lanes each.
+__device__ float2 over_warps(const float (*sums)[HEAD], const float* mosts, const float* totals, float& most, int d) {
+    const int q = threadIdx.x % 4;
+    float2 found = {0, 0};
+    for (int w = q; w < WARPS; w += 4) most = fmaxf(most, mosts[w]);
+    for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    for (int w = q; w < WARPS; w += 4) {
+        const float weight = exp2f(mosts[w] - most);
+        found.x += weight * sums[w][d], found.y += weight * totals[w];
+    }
+    for (int step = 1; step < 4; step *= 2)
+        found.x += __shfl_xor_sync(~0u, found.x, step), found.y += __shfl_xor_sync(~0u, found.y, step);
+    return found;
+}
+
+// The same over all blocks of a head: each sends what it has, and looks until all the others' has come.
+__device__ float2 over_blocks(Block& b, int head, int split, int splits, int d, float most, float2 own) {
+    const int q = threadIdx.x % 4;
+    uint64* words = b.m.joined + (int64)head * PARTS * (HD + 2);
+    if (q == 0) put(words + split * (HD + 2) + 2 + d, b.word(own.x));
+    if (threadIdx.x == 0) put(words + split * (HD + 2), b.word(most)), put(words + split * (HD + 2) + 1, b.word(own.y));
+    float2 found = {0, 0};
+    most = LOWEST;
+    for (int s = q; s < splits; s += 4) {
+        const uint64* from = words + s * (HD + 2);
+        uint64 word[3];
+        do get(from, word), word[2] = get(from + 2 + d);
+        while (b.old(word[0]) || b.old(word[1]) || b.old(word[2]));
+        const float its = value_of(word[0]), higher = fmaxf(most, its);
+        const float by = exp2f(most - higher), weight = exp2f(its - higher);
+        found.x = found.x * by + weight * value_of(word[2]);
+        found.y = found.y * by + weight * value_of(word[1]), most = higher;
+    }
+    for (int step = 1; step < 4; step *= 2) {
+        const float other = __shfl_xor_sync(~0u, most, step), higher = fmaxf(most, other);
+        const float x = __shfl_xor_sync(~0u, found.x, step), y = __shfl_xor_sync(~0u, found.y, step);
+        const float by = exp2f(most - higher), weight = exp2f(other - higher);
+        found = {found.x * by + x * weight, found.y * by + y * weight}, most = higher;
+    }
+    return found;
+}
+
+// What a head sees of this position and all before; its PARTS blocks share out positions once there are many, and else
+// each sees everything, since each needs the answer.
+__device__ void look(Block& b, const Layer& layer, const float2* turns, float* seen) {
+    __shared__ __align__(16) half key[HEAD], value[HEAD];  // this position's
+    __shared__ __align__(16) float query[HEAD];
     __shared__ float mosts[WARPS], totals[WARPS];
-    const Model& m = b.m;
-    float (*sums)[HD] = (float (*)[HD])b.parts;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, hd = m.hd, n = b.splits;
-    const int group = threadIdx.x / LANES, d0 = threadIdx.x % LANES * 8, d = min(d0, hd - 8);
-    const int64 width = m.G * hd, each = b.each;
-    const uint32 came = b.tag;
-    for (int unit = blockIdx.x; unit < n * m.H; unit += gridDim.x) {
-        const int split = unit / m.H, head = unit % m.H, g = head / (m.H / m.G);
-        const int64 low = split * each, high = min(low + each, b.at + 1);
-        uint4 k8[EARLY], v8[EARLY];  // of the cache, before the phase before is over
+    float (*sums)[HEAD] = (float (*)[HEAD])b.parts;
+    const int lane = threadIdx.x % 32, warp = b.warp, head = blockIdx.x / PARTS, g = head / (H / G);
+    const int splits = b.at < CHUNK ? 1 : PARTS, split = blockIdx.x % splits, each = (int)(b.at + splits) / splits;
+    const int group = threadIdx.x / LANES, d0 = threadIdx.x % LANES * 8, d = min(d0, HD - 8);
+    const int64 low = (int64)split * each, high = min(low + each, b.at + 1);
+    uint4 k8[EARLY], v8[EARLY];
+    auto ask = [&](int64 start) {
 #pragma unroll
         for (int i = 0; i < EARLY; ++i) {
-            const int64 from = min(low + group + i * AT_ONCE, b.at) * width + g * hd + d;
+            if (start + i * GROUPS >= high) continue;
+            const int64 from = min(start + group + i * GROUPS, b.at) * (G * HD) + g * HD + d;
             k8[i] = *(const uint4*)(layer.keys + from), v8[i] = *(const uint4*)(layer.values + from);
         }
-        if (threadIdx.x < 3 * hd / 2) {
-            const int which = threadIdx.x / (hd / 2), pair = threadIdx.x % (hd / 2);
-            const int from = which == 0 ? head : which == 1 ? m.H + g : m.H + m.G + g;
-            uint64 two[2];
-            do get(m.qkv + from * hd + pair * 2, two); while (b.old(two[0]) || b.old(two[1]));
-            const float2 turn = which < 2 ? turns[pair] : float2{1, 0};
-            const float a = __uint_as_float((uint32)two[0]), c = __uint_as_float((uint32)two[1]);
-            const half2 turned = __floats2half2_rn(a * turn.x - c * turn.y, a * turn.y + c * turn.x);
-            ((half2*)own[which])[pair] = turned;
-            if (which && split == n - 1 && head % (m.H / m.G) == 0)  // one block of those that share a key
-                ((half2*)((which == 1 ? layer.keys : layer.values) + b.at * width + g * hd))[pair] = turned;
-        }
-        together();
-        const float scale = rsqrtf(hd) * 1.4426950408889634f;
-        float q[8];
-        for (int i = 0; i < 8; ++i) q[i] = d0 < hd ? __half2float(own[0][d0 + i]) * scale : 0;
-        Sight sight = {{}, -1e38f, 0};
-#pragma unroll
-        for (int i = 0; i < EARLY; ++i) {
-            const int64 s = low + group + i * AT_ONCE;
-            if (low + i * AT_ONCE >= high) break;
-            // and no row unwritten
-            if (s >= b.at) k8[i] = *(const uint4*)(own[1] + d), v8[i] = *(const uint4*)(own[2] + d);
-            sight.see<LANES>(q, k8[i], v8[i], s < high);
-        }
-        for (int64 s = low + group + EARLY * AT_ONCE; s - group < high; s += AT_ONCE) {
-            const int64 from = min(s, b.at) * width + g * hd + d;
-            const bool cached = s < b.at;
-            const uint4 key = *(const uint4*)(cached ? layer.keys + from : own[1] + d);
-            sight.see<LANES>(q, key, *(const uint4*)(cached ? layer.values + from : own[2] + d), s < high);
-        }
-        for (int step = LANES; step < 32; step *= 2) {
-            const float higher = fmaxf(sight.most, __shfl_xor_sync(~0u, sight.most, step)), keep =
-                exp2f(sight.most - higher);
-            for (int i = 0; i < 8; ++i) sight.sum[i] *= keep, sight.sum[i] += __shfl_xor_sync(~0u, sight.sum[i], step);
-            sight.total *= keep, sight.total += __shfl_xor_sync(~0u, sight.total, step), sight.most = higher;
-        }
-        if (lane < LANES) for (int i = 0; i < 8; ++i) sums[warp][d0 + i] = sight.sum[i];
-        if (lane == 0) mosts[warp] = sight.most, totals[warp] = sight.total;
-        together();
-        if (warp == 0) {
-            float most = mosts[lane % WARPS], total = 0, part = most;
-            for (int step = WARPS / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-            part = exp2f(part - most), total = part * totals[lane % WARPS];
-            for (int step = WARPS / 2; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-            if (lane < WARPS) mosts[lane] = part / total;
-            __syncwarp();
-            for (int pair = lane; pair < hd / 2; pair += 32) {
-                float2 mixed = {};
-#pragma unroll
-                for (int i = 0; i < WARPS; ++i) {
-                    const float2 two = *(const float2*)&sums[i][2 * pair];
-                    mixed.x += two.x * mosts[i], mixed.y += two.y * mosts[i];
-                }
-                const half2 both = __floats2half2_rn(mixed.x, mixed.y);
-                put(m.seen + (split * m.H + head) * (hd / 2) + pair, came + 1, *(const uint32*)&both);
-            }
-            if (lane == 0) put(m.shares + split * m.H + head, came + 1, __float_as_uint(most + log2f(total)));
-            __syncwarp();
-            if (lane == 0) count(b.arrivals);
-        }
-        together();  // before another unit takes this one's room
+    };
+    ask(low);  // of the cache, while this position's are still being made
+    take_turned(b, query, key, value, head, turns);
+    __syncthreads();
+    if (blockIdx.x % (PARTS * (H / G)) == 0 && threadIdx.x < HD) {  // one block of those that share a key
+        layer.keys[b.at * (G * HD) + g * HD + threadIdx.x] = key[threadIdx.x];
+        layer.values[b.at * (G * HD) + g * HD + threadIdx.x] = value[threadIdx.x];
     }
-    turn_to(b, n * m.H);
+    float q[8];
+    for (int i = 0; i < 8; ++i) q[i] = d0 < HD ? query[d0 + i] : 0;
+    Sight sight = {{}, LOWEST, 0};
+    for (int64 start = low; start < high; start += EARLY * GROUPS) {
+        if (start > low) ask(start);
+#pragma unroll
+        for (int i = 0; i < EARLY; ++i) {  // no row of the cache that nobody has written: 0 times a NaN is no 0
+            if (start + group + i * GROUPS < b.at) continue;
+            k8[i] = *(const uint4*)(key + d), v8[i] = *(const uint4*)(value + d);
+        }
+        sight.see(q, k8, v8, start + group, start, high);
+    }
+    sight.join();
+    if (lane < LANES) for (int i = 0; i < 8; ++i) sums[warp][d0 + i] = sight.sum[i];
+    if (lane == 0) mosts[warp] = sight.most, totals[warp] = sight.total;
+    __syncthreads();
+    if (warp >= HD / 8) return;
+    const int at = threadIdx.x / 4;
+    float most = LOWEST;
+    float2 found = over_warps(sums, mosts, totals, most, at);
+    if (splits > 1) found = over_blocks(b, head, split, splits, at, most, found);
+    if (lane % 4 == 0) seen[at / UNIT * 16 + at % UNIT] = found.x / found.y;
 }
 
-// Words of two halves each into h, each warp the values it will multiply.
-__device__ void take_halves(Block& b, const uint64* words, int K) {
-    constexpr int ROUND = 96 / WARPS;  // words on their way at once: 6144 halves
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, depth = (K + 63) / 64;
-    for (int k0 = warp; k0 < depth; k0 += ROUND * WARPS) {
-        uint64 word[ROUND];
-#pragma unroll
-        for (int i = 0; i < ROUND; ++i) {
-            const int pair = (k0 + i * WARPS) * 32 + lane;
-            if (pair * 2 < K) word[i] = get(words + pair);
-        }
-#pragma unroll
-        for (int i = 0; i < ROUND; ++i) {
-            const int pair = (k0 + i * WARPS) * 32 + lane;
-            if (k0 + i * WARPS >= depth) continue;
-            if (pair * 2 < K) while (b.old(word[i])) word[i] = get(words + pair);
-            ((uint32*)b.h)[pair] = pair * 2 < K ? (uint32)word[i] : 0;
-        }
-    }
-    __syncwarp();
+// A head's values are k's of o: no one else needs them. Its blocks share out o's rows.
+__device__ void project_out(Block& b, const Layer& layer, const float* seen) {
+    const int tile0 = blockIdx.x % PARTS * EACH;
+    __syncthreads();
+    product_by_columns<SEEN_UNITS, SEEN_PASSES, (EACH + WARPS - 1) / WARPS>(
+        b, layer.o, seen, b.sums + AFTER_O * TALL, tile0, min(EACH, TALL / 16 - tile0));
 }
 
-// What the splits saw, each by its weight, into h.
-__device__ void join(Block& b, int n) {
-    const Model& m = b.m;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, K = m.H * m.hd;
-    for (int k = warp; k < (K + 63) / 64; k += WARPS) {
-        const int pair = k * 32 + lane, head = pair / (m.hd / 2);
-        uint64 word[SPLITS], share[SPLITS];
-        float2 sum = {};
-        float most = -1e38f, total = 0;
-        if (pair * 2 < K) {
-#pragma unroll
-            for (int s = 0; s < SPLITS; ++s)
-                if (s < n) word[s] = get(m.seen + s * (K / 2) + pair), share[s] = get(m.shares + s * m.H + head);
-#pragma unroll
-            for (int s = 0; s < SPLITS; ++s)
-                if (s < n) {
-                    while (b.old(word[s])) word[s] = get(m.seen + s * (K / 2) + pair);
-                    while (b.old(share[s])) share[s] = get(m.shares + s * m.H + head);
-                    most = fmaxf(most, __uint_as_float((uint32)share[s]));
-                }
-#pragma unroll
-            for (int s = 0; s < SPLITS; ++s)
-                if (s < n) {
-                    const uint32 bits = (uint32)word[s];
-                    const float weight = exp2f(__uint_as_float((uint32)share[s]) - most);
-                    const float2 two = __half22float2(*(const half2*)&bits);
-                    sum.x += weight * two.x, sum.y += weight * two.y, total += weight;
-                }
-        }
-        ((half2*)b.h)[pair] = pair * 2 < K ? __floats2half2_rn(sum.x / total, sum.y / total) : half2{};
-    }
-    __syncwarp();
-}
-
-__device__ void project_out(Block& b, const Layer& layer) {
-    const int n = b.splits;
-    if (dealt(b) < tiles(layer.o)) {
-        b.wait();
-        if (n == 1) take_halves(b, b.m.seen, b.m.H * b.m.hd);
-        else join(b, n);
-    }
-    turn_to(b, tiles(layer.o));
-    product(b, layer.o, [&](int row, float value, int lane) {
-        if (row >= 0) put(b.m.after_o + row, b.tag, __float_as_uint(b.x[row] + value));
-        sent(b, lane);
+// Units of two tiles, each of eight rows of gate above the same eight of up, make 16 activations.
+__device__ void gate_up(Block& b, const Rows& x, const float* squares, const Layer& layer, float* act) {
+    const int units = ((F + 15) / 16 - (int)blockIdx.x + BLOCKS - 1) / BLOCKS;
+    product_by_rows(b, x, squares, 2 * units, [&](int) { return layer.gate_up; }, [&](int i, int row, float gate) {
+        const float up = __shfl_down_sync(~0u, gate, 16);
+        if (threadIdx.x % 4 == 0 && row < 8) act[i * 8 + row] = gate / (1 + expf(-gate)) * up;
     });
 }
 
-__device__ void gate_up(Block& b, const Layer& layer) {
-    b.wait();
-    take_stream(b, b.m.after_o);
-    rms_norm(b, b.norm[1]);
-    turn_to(b, tiles(layer.gate_up));
-    product(b, layer.gate_up, [&](int row, float gate, int lane) {  // eight rows of gate above the same eight of up
-        const float up = __shfl_down_sync(0xFFFF, gate, 8), value = gate / (1 + expf(-gate)) * up;
-        const half2 both = __floats2half2_rn(value, __shfl_down_sync(0xFFFF, value, 1));
-        const int f = row / 16 * 8 + lane;
-        if (lane < 8 && lane % 2 == 0 && f < b.m.F) put(b.m.act + f / 2, b.tag, *(const uint32*)&both);
-        sent(b, lane);
-    });
+// Those are k's of down, all of whose rows this block has.
+__device__ void down(Block& b, const Layer& layer, const float* act) {
+    __syncthreads();
+    product_by_columns<ACT_UNITS, ACT_PASSES, (TALL / 16 + WARPS - 1) / WARPS>(
+        b, layer.down, act, b.sums + AFTER_DOWN * TALL, 0, TALL / 16);
 }
 
-__device__ void down(Block& b, const Layer& layer) {
-    if (dealt(b) < tiles(layer.down)) b.wait(), take_halves(b, b.m.act, b.m.F);
-    turn_to(b, tiles(layer.down));
-    product(b, layer.down, [&](int row, float value, int lane) {
-        if (row >= 0) put(b.m.after_down + row, b.tag, __float_as_uint(b.x[row] + value));
-        sent(b, lane);
+__device__ void vocabulary(Block& b, const Rows& x, const float* squares) {
+    float* row_of = b.m.rows + (b.at & 1) * ROW;
+    uint64 top = 0;
+    product_by_rows(b, x, squares, ((V + 15) / 16 - (int)blockIdx.x + BLOCKS - 1) / BLOCKS,
+                    [&](int) { return b.m.output; }, [&](int i, int row, float logit) {
+        row += (blockIdx.x + i * BLOCKS) * 16;
+        if (row >= V) return;
+        if (threadIdx.x % 4 == 0) row_of[row] = logit;
+        top = max(top, rank(logit, row));
     });
+    for (int step = 16; step; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+    if (b.late()) top = ~0ull;  // above every rank: the host sees that something was never sent
+    if (threadIdx.x % 32 == 0 && top) atomicMax(best(b.m.rows, b.at), top);
 }
 
-__device__ void vocabulary(Block& b) {
-    const int V = b.m.output.rows[0];
-    float* row_of = b.m.rows + (b.at & 1) * ((V + 3) / 2 * 2);
-    b.wait();
-    take_stream(b, b.m.after_down);
-    rms_norm(b, b.norm[0]);
-    product(b, b.m.output, [&](int row, float logit, int lane) {
-        if (row >= 0) row_of[row] = logit, b.best = max(b.best, rank(logit, row));
-    });
-    for (int step = 16; step; step /= 2) b.best = max(b.best, __shfl_xor_sync(~0u, b.best, step));
-    if (b.late()) b.best = ~0ull;
-    if (threadIdx.x % 32 == 0 && b.best) atomicMax(best(b.m.rows, b.at, V), b.best);
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
-step(const Model* model, int64 at, uint32 tag, int parity) {
-    extern __shared__ __align__(128) char shared[];
-    __shared__ __align__(8) uint64 full[16], empty[16];
-    __shared__ __align__(16) Model m;
-    __shared__ __align__(16) Layer layers[3];  // this one, the next, and the last, which a warp may still read
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+step(const __grid_constant__ Model m, int64 at, uint32 tag, int parity) {
+    extern __shared__ __align__(128) uint8 shared[];
+    __shared__ __align__(8) uint64 full[WARPS * SLOTS];
     __shared__ float2 turns[64];
-    __shared__ __align__(16) half zeros[64];
-    if (threadIdx.x < 64) zeros[threadIdx.x] = half(0);
-    for (int i = threadIdx.x; i < sizeof(Model) / 4; i += blockDim.x) ((uint32*)&m)[i] = ((const uint32*)model)[i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < sizeof(Layer) / 4; i += blockDim.x) ((uint32*)layers)[i] =
-        ((const uint32*)m.layers)[i];
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < m.slots; ++i) prepare(&full[i], 1), prepare(&empty[i], WARPS);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine must see the barriers too
-        if (blockIdx.x == 0) m.arrivals[parity ^ 1] = 0;
-    }
-    __syncthreads();
-    const int wide = (m.D + 63) / 64 * 64, n = min((int)SPLITS, (int)at / CHUNK + 1);
-    uint8* ring = (uint8*)shared;
-    float* room = (float*)(ring + m.slots * SLOT);
-    Block b = {m, at, clock64(), nanoseconds(), m.arrivals + parity, tag, 0, 0, 0, 0, n, (int)(at + n) / n, ring, room,
-               {room + wide, room + 2 * wide}, room + 3 * wide, (half*)(room + 3 * wide + GROUP * WARPS * 16), zeros,
-                   full, empty, 0};
-    if (threadIdx.x >= WARPS * 32) {  // the warp that copies
-        const int lane = threadIdx.x % 32, pieces = m.counts[blockIdx.x];
-        ulonglong2 piece;
-        for (int i = 0; i < pieces; ++i) {
-            if (i % 32 == 0 && i + lane < pieces) piece = m.pieces[blockIdx.x * (int64)m.most + i + lane];
-            const uint64 from = __shfl_sync(~0u, piece.x, i % 32), bytes = __shfl_sync(~0u, piece.y, i % 32);
-            const int slot = i % m.slots;
-            if (i >= m.slots) wait(&empty[slot], (i / m.slots - 1) & 1, b.since);
-            if (lane == 0) fetch(ring + slot * SLOT, from, (uint32)bytes, &full[slot]);
+    __shared__ __align__(16) float seen[SEEN_PASSES * SEEN_UNITS * 16], act[ACT_PASSES * ACT_UNITS * 16];
+    __shared__ float squares[WARPS];
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same for all lanes, as the compiler now knows
+    const int64 now = clock64();
+    float* parts = (float*)(shared + WARPS * SLOTS * PIECE);
+    Ring ring = {shared + warp * SLOTS * PIECE, full + warp * SLOTS,
+                 m.streams + (blockIdx.x * WARPS + warp) * m.stride, now, 0, 0};
+    Block b = {m, warp, at, now, nanoseconds(), tag, m.sums + parity * 2 * TALL, m.arrivals + parity * 2,
+               parts, parts + GROUP * WARPS * 16, ring};
+    fill(b.ring);
+    for (int i = threadIdx.x; i < SEEN_PASSES * SEEN_UNITS * 16; i += WARPS * 32) seen[i] = 0;
+    for (int i = threadIdx.x; i < ACT_PASSES * ACT_UNITS * 16; i += WARPS * 32) act[i] = 0;
+    begin(b, turns, parity);
+    float rest[CHUNKS][8] = {};
+    own(b, [&](int i, int v, int k) { *(float4*)(rest[i] + v) = *(const float4*)(b.embedded + k); });
+    Rows x;
+    b.mark(BEGIN);
+    for (int l = 0; l < L; ++l, ++b.tag) {
+        const Layer& layer = m.layers[l];
+        take(b, x, rest, squares, AFTER_DOWN, BLOCKS * l, BLOCKS * l, layer.attn_norm);
+        project_in(b, x, squares, layer);
+        b.mark(PROJECT_IN);
+        if (blockIdx.x < PARTS * H) {
+            look(b, layer, turns, seen);
+            project_out(b, layer, seen);
         }
-        return;
+        arrived(b, AFTER_O);
+        b.mark(LOOK);
+        take(b, x, rest, squares, AFTER_O, BLOCKS * (l + 1), H * (l + 1), layer.ffn_norm);
+        gate_up(b, x, squares, layer, act);
+        b.mark(GATE_UP);
+        down(b, layer, act);
+        arrived(b, AFTER_DOWN);
+        b.mark(DOWN);
     }
-    ask(b, b.norm[0], layers[0].attn_norm), ask(b, b.norm[1], layers[0].ffn_norm);
-    begin(b, turns);
-    b.mark(0);
-    for (int l = 0; l < m.L; ++l) {
-        const Layer& layer = layers[l % 3];
-        const bool last = l + 1 == m.L;
-        if (!last) for (int i = threadIdx.x; i < sizeof(Layer) / 4; i += WARPS * 32)
-            ((uint32*)&layers[(l + 1) % 3])[i] = ((const uint32*)(m.layers + l + 1))[i];
-        project_in(b, layer, l == 0);
-        b.mark(1);
-        if (m.hd <= 64) look<64>(b, layer, turns);
-        else look<128>(b, layer, turns);
-        b.mark(2);
-        project_out(b, layer);
-        b.mark(3);
-        ask(b, b.norm[0], last ? m.output_norm : layers[(l + 1) % 3].attn_norm);
-        gate_up(b, layer);
-        b.mark(4);
-        if (!last) ask(b, b.norm[1], layers[(l + 1) % 3].ffn_norm);
-        down(b, layer);
-        b.mark(5);
-    }
-    vocabulary(b);
-    b.mark(6);
+    take(b, x, rest, squares, AFTER_DOWN, BLOCKS * L, BLOCKS * L, m.output_norm);
+    vocabulary(b, x, squares);
+    b.mark(VOCABULARY);
 }
 """
 )
-STEP_PROGRAM = Program(STEP, STEP_OPTIONS, ARCHS, cooperative=True)
+PROGRAM = Program(SOURCE, OPTIONS, ARCHS)
 
 
 class Blocks(NamedTuple):
@@ -931,13 +947,11 @@ class State(NamedTuple):
     cache: Any  # (L, 2, context, G, hd) halves
     rows: Any  # (2, V + 2 or 3) float32: logits of the last step of even and of odd position, and the best one's rank
     graphs: dict  # by prompt length: (graph, its ids, position, result), at most KEPT
-    step: Any  # the Model struct of the kernel that computes a token
-    kept: list  # what it points to
+    step: Any  # the kernel of a token: called with (launches so far, position)
+    arrays: list  # what it points to
     launches: list  # how many there were, in its only element
     stamps: Any  # (len(PHASES), 2) int64: nanoseconds and calls so far
-    blocks: int  # of that kernel, and
-    shared: int  # the bytes of shared memory that each asks for
-    pool: Any  # their memory
+    pool: Any  # the graphs' memory
     stream: Any  # where they run
     aside: Any  # where rows are copied to the host
 
@@ -954,94 +968,76 @@ class Layer(NamedTuple):
 
 
 def load(gguf, context, threads):
-    """Pack every matrix into tiles on the GPU; make room there for context tokens. Nothing here needs threads.
+    """Pack every matrix on the GPU, into tiles for prompts and into streams for tokens; make room there for context
+    tokens. Nothing here needs threads.
 
-    Raises StageError where there is no GPU to work on or too little room on it, GGUFError for a type without a kernel
-    or a head size that no attention kernel takes.
+    Raises StageError where there is no GPU to work on or too little room on it, GGUFError for a type without a kernel,
+    a head size that no attention kernel takes or more heads than the kernel of a token has blocks.
     """
     config = gguf.config
     if config.hd % 8 or config.hd > max(HEADS):
         taken = f"this stage takes multiples of 8 up to {max(HEADS)}"
         raise GGUFError(gguf.path, None, f"has heads of {config.hd}, and {taken}")
-    cupy = ready(gguf, tile_bytes(gguf) + cache_bytes(gguf, context) // 2)
+    cupy = ready(gguf, tile_bytes(gguf))
+    blocks = min(BLOCKS, processors(), cuda_streams.tall(config.F))
+    if blocks < config.H:
+        raise GGUFError(gguf.path, None, f"has {config.H} heads, and this stage has a block for each of up to {blocks}")
+    cut = Cut(config.D, config.F, config.H, config.G, config.hd, config.V, config.L, blocks)
+    plan = cuda_streams.plan(cut, *cuda_streams.formats(gguf.weights))
+    ready(gguf, tile_bytes(gguf) + plan.nbytes + cache_bytes(gguf, context) // 2)
+    streams = cuda_streams.room(plan)
 
-    def blocks(tensor):
+    def raw(tensor):
         if len(tensor.shape) == 1:
             return cupy.asarray(dequantize(tensor))
         kind = tensor.type
         length = kind.block if kind.block > 1 else tensor.shape[1]
         return Blocks(*tensor.shape, kind.id, length, length // kind.block * kind.bytes, cupy.asarray(tensor.raw))
 
-    def packed(layer):
-        norm, q, k, v, o, ffn_norm, gate, up, down = map(blocks, layer)
+    def packed(l, layer):
+        norm, q, k, v, o, ffn_norm, gate, up, down = map(raw, layer)
+        for i, w in enumerate((q, k, v, o, (gate, up), down)):
+            cuda_streams.pack(plan, streams, 6 * l + i, w)
         return Layer(norm, pack(q, k, v), pack(o), ffn_norm, pack_pairs(gate, up), pack(down))
 
-    weights = gguf.weights
-    layers, norm = tuple(map(packed, weights.layers)), blocks(weights.output_norm)
-    weights = Weights(blocks(weights.token_embd), layers, norm, pack(blocks(weights.output)))
+    weights, output = gguf.weights, raw(gguf.weights.output)
+    cuda_streams.pack(plan, streams, 6 * config.L, output)
+    layers = tuple(packed(l, layer) for l, layer in enumerate(weights.layers))
+    weights = Weights(raw(weights.token_embd), layers, raw(weights.output_norm), pack(output))
     config = replace(config, rope_freqs=cupy.asarray(config.rope_freqs))
     cache = cupy.empty((config.L, 2, context, config.G, config.hd), np.float16)
     rows = cupy.zeros((2, (config.V + 3) // 2 * 2), np.float32)
-    streams = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    state = State(cache, rows, {}, *stepping(config, weights, cache, rows), cupy.cuda.MemoryPool(), *streams)
+    step, arrays, stamps = stepping(config, weights, cache, rows, plan, streams)
+    pool, stream, aside = cupy.cuda.MemoryPool(), *(cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     cupy.cuda.Device().synchronize()
-    return Model(config, weights, state)
+    return Model(config, weights, State(cache, rows, {}, step, arrays, [0], stamps, pool, stream, aside))
 
 
-def pieces(stacks, blocks):
-    """What each block copies in a step, in order: for each block a list of (stack, matrix, first byte, bytes).
-
-    Tiles of 16 rows are dealt to the blocks in turn, from one stack on to the next; a row of tiles is copied in pieces
-    that fit a slot of the ring.
-    """
-    found, base = [[] for _ in range(blocks)], 0
-    for number, w in enumerate(stacks):
-        whole = [(m, tile) for m, count in enumerate(w.counts) for tile in range(count)]
-        for i, (m, tile) in enumerate(whole):
-            form = w.formats[m]
-            size, many = TILE_BYTES[form], PIECE[form]
-            for k in range(0, w.depth, many):
-                piece = number, m, (tile * w.depth + k) * size, min(many, w.depth - k) * size
-                found[(base + i) % blocks].append(piece)
-        base = (base + len(whole)) % blocks
-    return found
-
-
-def stepping(config, weights, cache, rows):
-    """The Model struct of the step's kernel, what it points to, and what else State keeps of it."""
+def stepping(config, weights, cache, rows, plan, streams):
+    """The kernel of a token as a function of (launches so far, position), the arrays it points to, and its stamps."""
     import cupy
 
-    D, F, H, G, hd = config.D, config.F, config.H, config.G, config.hd
-    stacks = [w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    blocks = min(processors(), *(sum(layer.gate_up.counts) for layer in weights.layers))  # each has its part in gate_up
-    lists = pieces([*stacks, weights.output], blocks)
-    most = max(map(len, lists))
-    table = np.zeros((blocks, most, 2), np.uint64)
-    for row, of in zip(table, lists, strict=True):
-        for entry, (number, m, first, size) in zip(row, of, strict=False):
-            entry[:] = [*stacks, weights.output][number].packed[m].data.ptr + first, size
-    layers = np.zeros((config.L, 256), np.uint8)
-    for row, layer, (keys, values) in zip(layers, weights.layers, cache, strict=True):
-        row[:224] = np.concatenate([w.stack.view(np.uint8) for w in (layer.qkv, layer.o, layer.gate_up, layer.down)])
-        row[224:].view(np.int64)[:] = [a.data.ptr for a in (layer.attn_norm, layer.ffn_norm, keys, values)]
-    stamps = cupy.zeros((len(PHASES), 2), np.int64)
-    words = ((H + 2 * G) * hd, SPLITS * H * hd // 2, SPLITS * H, D, F // 2, D)
-    exchanges = [cupy.zeros(-(-size // 2) * 2, np.uint64) for size in words]
-    V, _, kind, length, size, raw = weights.token_embd
-    arrays = [cupy.asarray(layers), raw, config.rope_freqs, weights.output_norm, rows, *exchanges]
-    arrays += [cupy.zeros(2, np.uint32), stamps, cupy.asarray(table), cupy.asarray([len(of) for of in lists], np.int32)]
-    widest, wide = 64 * max(w.depth for w in (*stacks, weights.output)), 64 * deep(D)
-    room = 12 * wide + 64 * GROUP * WARPS + 2 * widest
-    slots = min(16, (SHARED - room) // SLOT)
-    if slots < 2:
-        raise StageError(f"a model as wide as {D} and {F} leaves no room in shared memory for weights: run graph", 1)
-    model = np.concatenate([
-        np.array([*(a.data.ptr for a in arrays), D // length * size], np.int64).view(np.uint8),
-        weights.output.stack.view(np.uint8),
-        np.array([config.L, D, F, H, G, hd, len(config.rope_freqs), kind, most, slots], np.int32).view(np.uint8),
-        np.array([config.eps, 0], np.float32).view(np.uint8),
-    ])  # fmt: skip
-    return cupy.asarray(model), [arrays, stacks], [0], stamps, blocks, slots * SLOT + room
+    cut = plan.cut
+    layers = np.zeros((config.L, 56), np.uint8)  # struct Layer
+    for to, layer, forms, (keys, values) in zip(layers, weights.layers, plan.layers, cache, strict=True):
+        to[:32].view(np.int64)[:] = [a.data.ptr for a in (layer.attn_norm, layer.ffn_norm, keys, values)]
+        to[32:].view(np.int32)[:] = forms
+    words = (cut.H + 2 * cut.G) * cut.hd, cut.H * cut.parts * (cut.hd + 2), 4 * (-(-cut.D // 16) * 16)
+    exchanged = [cupy.zeros(-(-size // 2) * 2, np.uint64) for size in words]  # qkv, joined, sums
+    arrivals, stamps = cupy.zeros(4, np.uint32), cupy.zeros((len(PHASES), 2), np.int64)
+    _, _, kind, length, size, embedding = weights.token_embd
+    arrays = [embedding, streams, config.rope_freqs, weights.output_norm, rows, *exchanged, arrivals, stamps]
+    numbers = np.array([kind, plan.output, len(config.rope_freqs)], np.int32), np.array([config.eps], np.float32)
+    pointers = np.array([*(a.data.ptr for a in arrays), cut.D // length * size, plan.stride], np.int64)
+    model = np.concatenate([layers.ravel(), *(part.view(np.uint8) for part in (pointers, *numbers))])  # struct Model
+    program = Program(STEP, cut.options, ARCHS, cooperative=True)
+
+    def step(launches, at):
+        tag = np.uint32((launches * cut.L + 1) % 2**32)
+        args = model.view(f"V{len(model)}"), np.int64(at), tag, np.int32(launches & 1)
+        program.launch("step", cut.blocks, 32 * WARPS, args, cut.shared)
+
+    return step, arrays, stamps
 
 
 def stamps(model):
@@ -1154,9 +1150,7 @@ def queue(model, at, row):
     """Queue the step of position at and the copy of its logits to `row` (V + 2 or 3,); -> an event after both."""
     state = model.cache
     with state.stream:
-        tag = state.launches[0] * (5 * model.config.L + 1) % 2**32
-        args = state.step, np.int64(at), np.uint32(tag), np.int32(state.launches[0] & 1)
-        STEP_PROGRAM.launch("step", state.blocks, 32 * WARPS + 32, args, state.shared)
+        state.step(state.launches[0], at)
         state.launches[0] += 1
         computed = state.stream.record()
     state.aside.wait_event(computed)

@@ -5,11 +5,12 @@ Was     A token took two hundred launches, each longer for the host than its ker
         one of the sixteen columns they computed.
 Change  A step is captured once into a CUDA graph: position and token are read from the GPU's memory, and the next token
         is chosen there, so that the next step can be queued before the host has seen this one's logits. Kernels for
-        one token: each block asks for its 16 rows' weights before it looks at the activations, norm, SwiGLU and
-        residual live inside, and attention is split by position. A prompt's launches are captured too, by length.
-Expect  A token no longer costs the host's launches but the GPU's own gap between two kernels that depend on each
-        other, five times a layer, and the time to read the weights. A short prompt, which was bound by launches too,
-        gains as much; a long one nothing.
+        one token: norm, SwiGLU and residual live inside, attention is split by position, and a kernel's blocks may come
+        before the one before has ended: they ask for their weights, and then wait for its results. A prompt's
+        launches are captured too, by length.
+Expect  A token no longer costs the host's launches, but the time to read the weights and, five times a layer, what
+        cannot overlap: the last block of a kernel ends, and all of the next take its results from the L2 cache. A short
+        prompt, which was bound by launches too, gains as much; a long one nothing.
 """
 
 from dataclasses import replace
@@ -28,8 +29,9 @@ from common.stage import Model
 
 PREVIOUS = "prefill"
 CHANGES = (
-    "KEPT", "AHEAD", "WARPS", "ROOM", "SPLITS", "CHUNK", "OPTIONS", "SOURCE", "SOURCE.multiply_tile", "SOURCE.dots",
-    "SOURCE.normalized", "SOURCE.rank", "SOURCE.best", "SOURCE.begin", "SOURCE.project_in", "SOURCE.splits",
+    "KEPT", "PLAN", "WARPS", "ROOM", "SPLITS", "CHUNK", "OPTIONS", "SOURCE", "SOURCE.wait_for_last",
+    "SOURCE.let_next_come", "SOURCE.floats", "SOURCE.bare", "SOURCE.multiply_tile", "SOURCE.multiply_tiles",
+    "SOURCE.dots", "SOURCE.four", "SOURCE.rank", "SOURCE.best", "SOURCE.begin", "SOURCE.project_in", "SOURCE.splits",
     "SOURCE.turned_value", "SOURCE.look", "SOURCE.look_64", "SOURCE.look_128", "SOURCE.project_out", "SOURCE.gate_up",
     "SOURCE.down", "SOURCE.vocabulary", "State", "load", "captured", "prompt", "one", "step", "follow", "queue",
     "forward", "logits", "generate",
@@ -55,8 +57,9 @@ STAGES = 3  # slots in matmul's ring: two on their way while one is multiplied
 KEPT = 16  # graphs at most: of a step, and of the prompt lengths met last
 PARTS = 8  # blocks at most that share out the k's of one tile
 HEADS = (64, 128)  # head sizes that attention is compiled for
-AHEAD = 4  # tiles of weights for each warp of a block that multiplies one token, and
-WARPS = 22  # such warps at most
+# Tiles of 16 rows that a block of each kernel for one token multiplies, and its warps, which share out their k's
+PLAN = {"project_in": (1, 16), "project_out": (1, 16), "gate_up": (2, 8), "down": (1, 22), "vocabulary": (1, 8)}
+WARPS = 22  # at most
 ROOM = 192 * 1024  # bytes at most of weights on their way to such a block
 SPLITS = 8  # blocks at most that share out a head's positions
 CHUNK = 128  # positions that make one more of them worthwhile
@@ -325,92 +328,186 @@ attention_128(const half* q, const half* k, const half* v, const int64* start, h
               int stride) { attend<128>(q, k, v, start, out, T, H, G, hd, stride); }
 // ---- one token ------------------------------------------------------------------------------------------------------
 
-// A tile of 16 rows by one token's 64 values, onto sum. An instruction multiplies by eight columns, so every one holds
-// this token: what lanes other than 0, 4, 8 ... add up is not looked at.
-template <int FORMAT> __device__ __forceinline__ void multiply_tile(float* sum, const uint8* tile, const half* x) {
-    const int lane = threadIdx.x % 32;
+// A kernel's blocks may come while the one before still runs: they ask for what does not depend on it, wait until it
+// has ended, and let the next one's come. GPUs before sm_90 start a kernel when the one before has ended.
+__device__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ void let_next_come() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+constexpr float LEAST = 1 / 16777216.0f;  // above zero that a half can be
+
+__device__ float4 floats(uint2 halves) {
+    const float2 a = __half22float2(*(const half2*)&halves.x), b = __half22float2(*(const half2*)&halves.y);
+    return {a.x, a.y, b.x, b.y};
+}
+
+// One token's activations in shared memory: depth * 64 halves, zeros past the end, and sums of each 16, times 2^-24.
+struct Token {
+    half* x;
+    float4* sums;
+    int depth;
+    __device__ Token(char* shared, int depth) : x((half*)shared), sums((float4*)(x + depth * 64)), depth(depth) {}
+    // Values 4 i to 4 i + 3; whole warps call it, also where i is past the end.
+    __device__ void put(int i, float4 value) const {
+        const uint2 rounded = {pair(value.x, value.y), pair(value.z, value.w)};
+        value = floats(rounded);
+        float sum = value.x + value.y + (value.z + value.w);
+        for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (i >= depth * 16) return;
+        ((uint2*)x)[i] = rounded;
+        if (i % 4 == 0) ((float*)sums)[i / 4] = sum * LEAST;
+    }
+};
+
+// What a lane's q are as two operands: as they are, the bits of halves below the least normal one, worth q * 2^-24.
+template <int FORMAT> __device__ void bare(const Share<FORMAT>& share, int j, uint32 (*a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // two weights of row i % 2
+        const int row = i % 2, step = i / 4;
+        const uint32 four = word(share.q[FORMAT == NIBBLES ? 0 : j], FORMAT == NIBBLES ? 2 * j + row : 2 * row + step);
+        if (FORMAT == HALVES) a[step][i % 4] = word(share.q[(2 * j + step) % share.WORDS], i % 4);
+        else if (FORMAT == NIBBLES) a[step][i % 4] = four >> (8 * step + i / 2 % 2 * 4) & 0x000F000F;
+        else a[step][i % 4] = __byte_perm(four, 0, i / 2 % 2 ? 0x4342 : 0x4140);
+    }
+}
+
+// A tile of 16 rows by one token's 64 values, onto the lane's sums of rows g and g + 8, all times 2^-24; `of` are the
+// sums of each 16 values. An instruction multiplies by eight columns, and all hold this token, but where 16 k's have a
+// scale of their own: there even columns hold the first 16 of each 32, odd ones the others, and a lane takes its own.
+template <int FORMAT>
+__device__ __forceinline__ void multiply_tile(float* sum, const uint8* tile, const half* x, float4 of,
+                                              const half* zeros) {
+    const int lane = threadIdx.x % 32, c = lane % 4;
+    const bool later = FORMAT == SIXTEENTHS && c / 2;
     Share<FORMAT> share;
     share.load(tile, lane);
+    if (FORMAT == SIXTEENTHS && (lane / 4 & 1) != c / 2) x = zeros;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         uint32 a[2][4];
-        share.unpack(j, a);
-        const uint4 v = *(const uint4*)(x + j * 32 + lane % 4 * 8);
-        multiply(sum, a[0], v.x, v.y), multiply(sum, a[1], v.z, v.w);
-    }
-}
-
-// 16 rows of a matrix by one token, for threads 0 to 15: the block's warps share out k. `ready` fills x (depth * 64
-// halves of shared memory) once the weights are on their way into the `room` bytes after it.
-template <int FORMAT, class Ready>
-__device__ float dots(const uint8* tiles, int depth, half* x, int room, Ready ready) {
-    __shared__ float parts[WARPS][16];
-    __shared__ __align__(16) half zeros[64];
-    if (threadIdx.x < 64) zeros[threadIdx.x] = half(0);
-    constexpr int SIZE = FORMAT == NIBBLES ? 640 : FORMAT == BYTES ? 1152 : FORMAT == SIXTEENTHS ? 1280 : 2048;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, most = room / SIZE;
-    uint8* there = (uint8*)(x + depth * 64);
-    float sum[4] = {};
-    for (int k0 = 0; k0 < depth; k0 += most) {
-        const int count = min(most, depth - k0);
-        if (k0) __syncthreads();  // before the next tiles overwrite these
-        for (int i = threadIdx.x * 16; i < count * SIZE; i += blockDim.x * 16) copy(there + i, tiles +
-            (int64)k0 * SIZE + i, true);
-        commit();
-        if (!k0) ready();
-        arrived<0>();
-        __syncthreads();
-#pragma unroll 1  // all warps go round as often, or the compiler guards every instruction against lanes that part
-        for (int k = 0; k < count; k += warps) {
-            const int own = min(k + warp, count - 1);
-            multiply_tile<FORMAT>(sum, there + own * SIZE, own == k + warp ? x + (k0 + own) * 64 : zeros);
+        bare(share, j, a);
+        const uint4 v = *(const uint4*)(x + j * 32 + c * 8);
+        float dot[4] = {};
+        multiply(dot, a[0], v.x, v.y), multiply(dot, a[1], v.z, v.w);
+        const float first = j ? of.z : of.x, second = j ? of.w : of.y;
+        const float all = FORMAT == SIXTEENTHS ? (later ? second : first) : first + second;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {  // weights are scale * (q - middle) + offset
+            const float found = later ? dot[2 * r + 1] : dot[2 * r];
+            const uint32 bits = word(share.s, 2 * j + r);
+            const float2 means = __half22float2(*(const half2*)&bits);
+            const float centred = fmaf(FORMAT == NIBBLES ? -8.0f : -128.0f, all, found);
+            sum[r] = FORMAT == HALVES ? fmaf(LEAST, found, sum[r]) : fmaf(means.x, centred, fmaf(means.y, all, sum[r]));
         }
     }
-    if (lane % 4 == 0) parts[warp][lane / 4] = sum[0], parts[warp][lane / 4 + 8] = sum[2];
+}
+
+// The same for every `each`-th of `count` tiles from `from` on, whose first is the token's k0-th. All warps go round as
+// often, or the compiler guards every instruction against lanes that part: what is too much is multiplied by zeros.
+template <int FORMAT>
+__device__ void multiply_tiles(float* sum, const uint8* tiles, int from, int count, int each, const Token& token,
+                               int k0, const half* zeros) {
+#pragma unroll 1
+    for (int k = 0; k < count; k += each) {
+        const int own = min(k + from, count - 1);
+        const bool more = own == k + from;
+        multiply_tile<FORMAT>(sum, tiles + own * TILE_BYTES[FORMAT], more ? token.x + (k0 + own) * 64 : zeros,
+                              *(more ? token.sums + k0 + own : (const float4*)zeros), zeros);
+    }
+}
+
+// The block's `per` tiles of 16 rows of a stack by one token, for threads 0 to 16 per - 1; row: where the thread's sum
+// stands among the outputs, -1 for none. Warps share out the tiles and their k's. fill(token) makes the activations,
+// once the weights are on their way into `room` bytes and the kernel before has ended.
+template <class Fill> __device__ float dots(const Stack& w, int per, int room, int& row, Fill fill) {
+    extern __shared__ __align__(16) char shared[];
+    __shared__ float parts[WARPS][16];
+    __shared__ __align__(16) half zeros[64];
+    int tile = blockIdx.x * per, m = 0, column = 0;
+    while (tile >= (w.rows[m] + 15) / 16) tile -= (w.rows[m] + 15) / 16, column += w.rows[m++];
+    row = threadIdx.x < 16 * per && tile * 16 + threadIdx.x < w.rows[m] ? column + tile * 16 + threadIdx.x : -1;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = blockDim.x / 32 / per, from = warp % each;
+    const int format = w.format[m], size = TILE_BYTES[format], most = room / size / per;
+    const uint8* tiles = w.tiles[m] + (int64)tile * w.depth * size;
+    const Token token(shared, w.depth);
+    uint8* there = (uint8*)(token.sums + w.depth);
+    if (threadIdx.x < 32) ((uint32*)zeros)[threadIdx.x] = 0;
+    float sum[2] = {};
+    for (int k0 = 0; k0 < w.depth; k0 += most) {  // once, where they all fit; else there is one tile
+        const int count = min(most, w.depth - k0);
+        if (k0) __syncthreads();  // before the next tiles overwrite these
+        for (int i = threadIdx.x * 16; i < per * count * size; i += blockDim.x * 16)
+            copy(there + i, tiles + (int64)k0 * size + i, true);
+        commit();
+        if (k0 == 0) wait_for_last(), let_next_come(), fill(token);
+        arrived<0>();
+        __syncthreads();
+        const uint8* own = there + warp / each * count * size;
+        if (format == NIBBLES) multiply_tiles<NIBBLES>(sum, own, from, count, each, token, k0, zeros);
+        else if (format == BYTES) multiply_tiles<BYTES>(sum, own, from, count, each, token, k0, zeros);
+        else if (format == SIXTEENTHS) multiply_tiles<SIXTEENTHS>(sum, own, from, count, each, token, k0, zeros);
+        else multiply_tiles<HALVES>(sum, own, from, count, each, token, k0, zeros);
+    }
+    for (int r = 0; r < 2; ++r) {
+        if (format == SIXTEENTHS) sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+        if (lane % 4 == 0) parts[warp][lane / 4 + 8 * r] = sum[r];
+    }
     __syncthreads();
     float whole = 0;
-    if (threadIdx.x < 16) for (int w = 0; w < warps; ++w) whole += parts[w][threadIdx.x];
-    return whole;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i)
+        if (threadIdx.x < 16 * per && i < each) whole += parts[threadIdx.x / 16 * each + i][threadIdx.x % 16];
+    return whole / LEAST;
 }
 
-// Tile `tile` of a stack; row: where the thread's sum stands among the outputs, -1 for none.
-template <class Ready> __device__ float dots(const Stack& w, int tile, half* x, int room, int& row, Ready ready) {
-    int m = 0, column = 0;
-    while (tile >= (w.rows[m] + 15) / 16) tile -= (w.rows[m] + 15) / 16, column += w.rows[m++];
-    row = threadIdx.x < 16 && tile * 16 + threadIdx.x < w.rows[m] ? column + tile * 16 + threadIdx.x : -1;
-    const uint8* tiles = w.tiles[m] + (int64)tile * w.depth * TILE_BYTES[w.format[m]];
-    switch (w.format[m]) {
-        case NIBBLES: return dots<NIBBLES>(tiles, w.depth, x, room, ready);
-        case BYTES: return dots<BYTES>(tiles, w.depth, x, room, ready);
-        case SIXTEENTHS: return dots<SIXTEENTHS>(tiles, w.depth, x, room, ready);
-        default: return dots<HALVES>(tiles, w.depth, x, room, ready);
-    }
+// Four floats from i on that another block may have just written, zeros beyond D, which need be no multiple of four.
+__device__ float4 four(const float* x, int i, int D) {
+    if (D % 4 == 0) return 4 * i < D ? __ldcg((const float4*)x + i) : float4{};
+    float4 out = {};
+    for (int j = 0; j < 4; ++j) if (4 * i + j < D) (&out.x)[j] = __ldcg(x + 4 * i + j);
+    return out;
 }
 
-// x (D,) normalized and weighted, as halves in shared memory; zeros up to the tile's end.
-__device__ void normalized(const float* x, const float* weight, half* out, int D, int end, float eps) {
-    __shared__ float sums[32];
-    float sum = 0, value[8], scale[8];  // of the first rounds, so that they travel together
+// RMS norm. Its weights are there before x is: those of two rounds, with x's values, travel together.
+struct Norm {
+    const float* weight;
+    float4 own[2];
+    __device__ Norm(const float* weight, int D) : weight(weight) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int d = threadIdx.x + i * blockDim.x;
-        value[i] = d < D ? x[d] : 0, scale[i] = d < D ? weight[d] : 0;
-        sum += value[i] * value[i];
+        for (int r = 0; r < 2; ++r) own[r] = four(weight, threadIdx.x + r * blockDim.x, D);
     }
-    for (int d = threadIdx.x + 8 * blockDim.x; d < D; d += blockDim.x) sum += x[d] * x[d];
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += sums[warp];
-    const float by = rsqrtf(sum / D + eps);
+    __device__ void operator()(const float* x, const Token& token, int D, float eps) const {
+        __shared__ float sums[WARPS];
+        float sum = 0;
+        float4 value[2];
+        auto square = [&](float4 v) { sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; };
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (threadIdx.x + i * blockDim.x < end) out[threadIdx.x + i * blockDim.x] =
-            __float2half(value[i] * by * scale[i]);
-    for (int d = threadIdx.x + 8 * blockDim.x; d < end; d += blockDim.x) out[d] = d < D ?
-        __float2half(x[d] * by * weight[d]) : half(0);
-}
+        for (int r = 0; r < 2; ++r) square(value[r] = four(x, threadIdx.x + r * blockDim.x, D));
+        for (int i = threadIdx.x + 2 * blockDim.x; 4 * i < D; i += blockDim.x) square(four(x, i, D));
+        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) if (warp < blockDim.x / 32) sum += sums[warp];
+        const float by = rsqrtf(sum / D + eps);
+        auto put = [&](int i, float4 v, float4 g) {
+            token.put(i, {v.x * by * g.x, v.y * by * g.y, v.z * by * g.z, v.w * by * g.w});
+        };
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (r * blockDim.x < token.depth * 16) put(threadIdx.x + r * blockDim.x, value[r], own[r]);
+        for (int i = threadIdx.x + 2 * blockDim.x; i - threadIdx.x < token.depth * 16; i += blockDim.x)
+            put(i, four(x, i, D), four(weight, i, D));
+    }
+};
 
 // A logit and its row as a number to take the maximum of: the higher logit first, then the lower row.
 __device__ uint64 rank(float logit, uint32 row) {
@@ -444,155 +541,176 @@ extern "C" __global__ void begin(int64* at, float* rows, const uint8* w, const d
 
 // -> q, k, v
 extern "C" __global__ void __launch_bounds__(1024)
-project_in(const float* x, const float* weight, const __grid_constant__ Stack w, int room, float* out, float eps) {
-    extern __shared__ __align__(16) char shared[];
-    half* h = (half*)shared;
+project_in(const float* x, const float* weight, const __grid_constant__ Stack w, int per, int room, float* out,
+           float eps) {
     int row;
-    const float sum = dots(w, blockIdx.x, h, room, row, [&] { normalized(x, weight, h, w.K, w.depth * 64, eps); });
+    const Norm norm(weight, w.K);
+    const float sum = dots(w, per, room, row, [&](const Token& token) { norm(x, token, w.K, eps); });
     if (row >= 0) out[row] = sum;
 }
 
 // How many blocks share out the positions 0 to at of a head.
-__device__ int splits(int64 at) { return min((int)SPLITS, (int)(at / CHUNK + 1)); }
+__device__ int splits(int at) { return min(SPLITS, at / CHUNK + 1); }
 
 // Value d of a head whose pairs are turned, rounded to a half as in the cache.
-__device__ half turned_value(const float* x, const float2* turn, int d) {
-    const float cos = turn[d / 2].x, sin = turn[d / 2].y;
-    return __float2half(d % 2 ? x[d - 1] * sin + x[d] * cos : x[d] * cos - x[d + 1] * sin);
+__device__ half turned_value(const float* x, float2 to, int d) {
+    const float2 pair = __ldcg((const float2*)x + d / 2);
+    return __float2half(d % 2 ? pair.x * to.y + pair.y * to.x : pair.x * to.x - pair.y * to.y);
 }
+
+// A share of what a head sees: values weighted by 2^(score - most), and the sum of the weights.
+struct Seen {
+    float sum[8], most, total;
+    __device__ void add(const Seen& other) {
+        const float higher = fmaxf(most, other.most), a = exp2f(most - higher), b = exp2f(other.most - higher);
+        for (int i = 0; i < 8; ++i) sum[i] = sum[i] * a + other.sum[i] * b;
+        total = total * a + other.total * b, most = higher;
+    }
+};
 
 // A share of the positions for one head: (hd,) and the logarithm of its weight. Eight values a lane, HD / 8 lanes a
-// key.
+// key; each such group's first ROUNDS keys are on their way before the query is there.
 template <int HD> __device__ void look(const float* qkv, const float2* turn, const int64* start, half* keys,
-    half* values,
-                                       float* out, float* weights, int H, int G, int hd) {
-    constexpr int LANES = HD / 8, GROUPS = THREADS / LANES;
+                                       half* values, half* out, float* weights, int H, int G, int hd) {
+    constexpr int LANES = HD / 8, GROUPS = THREADS / LANES, ROUNDS = 4;
     __shared__ __align__(16) half query[HD], key[HD], value[HD];
-    __shared__ float sums[GROUPS][HD], mosts[GROUPS], totals[GROUPS];
-    const int64 at = start[0];
-    const int n = splits(at), split = blockIdx.x / H, head = blockIdx.x % H, g = head / (H / G);
+    __shared__ Seen seen[THREADS / 32][LANES];
+    let_next_come();  // here at once: it asks for weights only, and waits for this kernel, which waits for the last
+    const int at = __ldcg(start), n = splits(at), split = blockIdx.x / H, head = blockIdx.x % H, g = head / (H / G);
     if (split >= n) return;
-    const int64 each = (at + n) / n, low = split * each, high = min(low + each, at + 1), width = G * hd;
-    const float *k = qkv + (H + g) * hd, *v = qkv + (H + G + g) * hd;
+    const int each = (at + n) / n, low = split * each, high = min(low + each, at + 1), width = G * hd;
+    const int group = threadIdx.x / LANES, d0 = threadIdx.x % LANES * 8, lane = threadIdx.x % 32;
+    auto eight = [&](const half* from, int s) {  // of key or value s, zeros where that is not in the cache
+        return s < min(high, at) && d0 < hd ? *(const uint4*)(from + (int64)s * width + g * hd + d0) : uint4{};
+    };
+    uint4 k8[ROUNDS], v8[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        k8[r] = eight(keys, low + group + r * GROUPS), v8[r] = eight(values, low + group + r * GROUPS);
+    wait_for_last();
     for (int d = threadIdx.x; d < HD; d += THREADS) {
-        query[d] = d < hd ? turned_value(qkv + head * hd, turn, d) : half(0);
-        key[d] = d < hd ? turned_value(k, turn, d) : half(0);
-        value[d] = d < hd ? __float2half(v[d]) : half(0);
+        const float *q = qkv + head * hd, *k = qkv + (H + g) * hd, *v = qkv + (H + G + g) * hd;
+        const float2 to = d < hd ? __ldcg(turn + d / 2) : float2{};
+        query[d] = d < hd ? turned_value(q, to, d) : half(0);
+        key[d] = d < hd ? turned_value(k, to, d) : half(0);
+        value[d] = d < hd ? __float2half(__ldcg(v + d)) : half(0);
         if (d < hd && split == n - 1 && head % (H / G) == 0)  // one block of those that share it
-            keys[at * width + g * hd + d] = key[d], values[at * width + g * hd + d] = value[d];
+            keys[(int64)at * width + g * hd + d] = key[d], values[(int64)at * width + g * hd + d] = value[d];
     }
     __syncthreads();
-    const int group = threadIdx.x / LANES, d0 = threadIdx.x % LANES * 8;
     const float scale = rsqrtf(hd) * 1.4426950408889634f;
-    float q[8], sum[8] = {}, most = -1e38f, total = 0;
+    float q[8];
     for (int i = 0; i < 8; ++i) q[i] = __half2float(query[d0 + i]) * scale;
-#pragma unroll 4
-    for (int64 s = low + group; s - group < high; s += GROUPS) {
-        const bool seen = s < high && d0 < hd, own = s >= at;  // the new key is not in the cache for all to see
-        const int64 from = min(s, at) * width + g * hd + d0;
-        const uint4 k8 = !seen || own ? *(const uint4*)(key + d0) : *(const uint4*)(keys + from);
-        const uint4 v8 = !seen || own ? *(const uint4*)(value + d0) : *(const uint4*)(values + from);
+    Seen own = {{}, -1e38f, 0};
+    auto see = [&](int s, uint4 k, uint4 v) {
+        if (s == at) k = *(const uint4*)(key + d0), v = *(const uint4*)(value + d0);  // not in the cache for all to see
         float score = 0;
-        for (int i = 0; i < 8; ++i) score += q[i] * __half2float(((const half*)&k8)[i]);
+        for (int i = 0; i < 8; ++i) score += q[i] * __half2float(((const half*)&k)[i]);
         for (int step = LANES / 2; step; step /= 2) score += __shfl_xor_sync(~0u, score, step);
-        if (s >= high) score = -1e38f;
-        const float higher = fmaxf(most, score), weight = s < high ? exp2f(score - higher) : 0, keep =
-            exp2f(most - higher);
-        for (int i = 0; i < 8; ++i) sum[i] = sum[i] * keep + weight * __half2float(((const half*)&v8)[i]);
-        total = total * keep + weight, most = higher;
-    }
-    for (int i = 0; i < 8; ++i) sums[group][d0 + i] = sum[i];
-    mosts[group] = most, totals[group] = total;
-    __syncthreads();
-    for (int i = 0; i < GROUPS; ++i) most = fmaxf(most, mosts[i]);
-    total = 0;
-    for (int i = 0; i < GROUPS; ++i) total += totals[i] * exp2f(mosts[i] - most);
-    for (int d = threadIdx.x; d < hd; d += THREADS) {
-        float mixed = 0;
-        for (int i = 0; i < GROUPS; ++i) mixed += sums[i][d] * exp2f(mosts[i] - most);
-        out[(split * H + head) * hd + d] = mixed / total;
-    }
-    if (threadIdx.x == 0) weights[split * H + head] = most + log2f(total);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-look_64(const float* qkv, const float2* turn, const int64* at, half* keys, half* values, float* out, float* weights,
-    int H,
-        int G, int hd) { look<64>(qkv, turn, at, keys, values, out, weights, H, G, hd); }
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-look_128(const float* qkv, const float2* turn, const int64* at, half* keys, half* values, float* out, float* weights,
-    int H,
-         int G, int hd) { look<128>(qkv, turn, at, keys, values, out, weights, H, G, hd); }
-
-extern "C" __global__ void __launch_bounds__(1024)
-project_out(const float* seen, const float* weights, const int64* at, const __grid_constant__ Stack w, int room,
-    float* x,
-            int H) {
-    extern __shared__ __align__(16) char shared[];
-    half* h = (half*)shared;
-    int row;
-    const float sum = dots(w, blockIdx.x, h, room, row, [&] {  // what the splits saw, each by its weight
-        const int n = splits(*at), hd = w.K / H;
-        if (n == 1) {
+        if (s >= high) return;
+        const float higher = fmaxf(own.most, score), weight = exp2f(score - higher), keep = exp2f(own.most - higher);
+        for (int i = 0; i < 8; ++i) own.sum[i] = own.sum[i] * keep + weight * __half2float(((const half*)&v)[i]);
+        own.total = own.total * keep + weight, own.most = higher;
+    };
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        if (low + r * GROUPS < high) see(low + group + r * GROUPS, k8[r], v8[r]);
 #pragma unroll 4
-            for (int i = 2 * threadIdx.x; i < w.depth * 64; i += 2 * blockDim.x)
-                *(half2*)(h + i) = i < w.K ? __float22half2_rn(*(const float2*)(seen + i)) : half2{};
-            return;
-        }
-        for (int i = 2 * threadIdx.x; i < w.depth * 64; i += 2 * blockDim.x) {
-            float most = -1e38f, total = 0;
-            float2 sum = {};
-            for (int s = 0; s < n && i < w.K; ++s) {
-                const float share = weights[s * H + i / hd], higher = fmaxf(most, share), keep = exp2f(most - higher);
-                const float2 two = *(const float2*)(seen + s * w.K + i);
-                const float weight = exp2f(share - higher);
-                sum = {sum.x * keep + two.x * weight, sum.y * keep + two.y * weight};
-                total = total * keep + weight, most = higher;
+    for (int s = low + group + ROUNDS * GROUPS; s - group < high; s += GROUPS) see(s, eight(keys, s), eight(values, s));
+    for (int step = LANES; step < 32; step *= 2) {
+        Seen other;
+        for (int i = 0; i < 8; ++i) other.sum[i] = __shfl_xor_sync(~0u, own.sum[i], step);
+        other.most = __shfl_xor_sync(~0u, own.most, step), other.total = __shfl_xor_sync(~0u, own.total, step);
+        own.add(other);
+    }
+    if (lane < LANES) seen[threadIdx.x / 32][lane] = own;
+    __syncthreads();
+    if (threadIdx.x >= LANES || d0 >= hd) return;
+#pragma unroll
+    for (int warp = 1; warp < THREADS / 32; ++warp) own.add(seen[warp][lane]);
+    for (int i = 0; i < 8; i += 2)
+        *(uint32*)(out + (split * H + head) * hd + d0 + i) = pair(own.sum[i] / own.total, own.sum[i + 1] / own.total);
+    if (threadIdx.x == 0) weights[split * H + head] = own.most + log2f(own.total);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+look_64(const float* qkv, const float2* turn, const int64* at, half* keys, half* values, half* out, float* weights,
+        int H, int G, int hd) { look<64>(qkv, turn, at, keys, values, out, weights, H, G, hd); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+look_128(const float* qkv, const float2* turn, const int64* at, half* keys, half* values, half* out, float* weights,
+         int H, int G, int hd) { look<128>(qkv, turn, at, keys, values, out, weights, H, G, hd); }
+
+extern "C" __global__ void __launch_bounds__(1024)
+project_out(const half* seen, const float* weights, const int64* at, const __grid_constant__ Stack w, int per, int room,
+            float* x, int H) {
+    int row;
+    float before = 0;
+    const float sum = dots(w, per, room, row, [&](const Token& token) {  // what the splits saw, each by its weight
+        if (row >= 0) before = __ldcg(x + row);
+        const int n = splits(__ldcg(at)), hd = w.K / H;
+        for (int i = threadIdx.x; i - threadIdx.x < token.depth * 16; i += blockDim.x) {
+            float4 mixed = {};
+            float most = -1e38f, total = 0, share[SPLITS];
+            uint2 halves[SPLITS];
+#pragma unroll
+            for (int s = 0; s < SPLITS; ++s) {
+                const bool there = s < n && 4 * i < w.K;
+                share[s] = there ? __ldcg(weights + s * H + 4 * i / hd) : -1e38f;
+                halves[s] = there ? __ldcg((const uint2*)(seen + s * w.K) + i) : uint2{};
+                most = fmaxf(most, share[s]);
             }
-            *(half2*)(h + i) = i < w.K ? __floats2half2_rn(sum.x / total, sum.y / total) : half2{};
+#pragma unroll
+            for (int s = 0; s < SPLITS; ++s) {
+                const float weight = exp2f(share[s] - most);
+                const float4 value = floats(halves[s]);
+                mixed.x += weight * value.x, mixed.y += weight * value.y;
+                mixed.z += weight * value.z, mixed.w += weight * value.w;
+                total += weight;
+            }
+            token.put(i, {mixed.x / total, mixed.y / total, mixed.z / total, mixed.w / total});
         }
     });
-    if (row >= 0) x[row] += sum;
+    if (row >= 0) x[row] = before + sum;
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-gate_up(const float* x, const float* weight, const __grid_constant__ Stack w, int room, half* out, int F, float eps) {
-    extern __shared__ __align__(16) char shared[];
-    half* h = (half*)shared;
+gate_up(const float* x, const float* weight, const __grid_constant__ Stack w, int per, int room, half* out, int F,
+        float eps) {
     int row;
-    const float gate = dots(w, blockIdx.x, h, room, row, [&] { normalized(x, weight, h, w.K, w.depth * 64, eps); });
-    if (threadIdx.x >= 16) return;
-    const float up = __shfl_down_sync(0xFFFF, gate, 8);  // a tile is eight rows of gate above the same eight of up
-    const int f = blockIdx.x * 8 + threadIdx.x;
-    if (threadIdx.x < 8 && f < F) out[f] = __float2half(gate / (1 + expf(-gate)) * up);
+    const Norm norm(weight, w.K);
+    const float gate = dots(w, per, room, row, [&](const Token& token) { norm(x, token, w.K, eps); });
+    if (threadIdx.x >= 32) return;
+    const float up = __shfl_down_sync(~0u, gate, 8);  // a tile is eight rows of gate above the same eight of up
+    const int f = (blockIdx.x * per + threadIdx.x / 16) * 8 + threadIdx.x % 16;
+    if (threadIdx.x < 16 * per && threadIdx.x % 16 < 8 && f < F) out[f] = __float2half(gate / (1 + expf(-gate)) * up);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-down(const half* act, const __grid_constant__ Stack w, int room, float* x) {
-    extern __shared__ __align__(16) char shared[];
-    half* h = (half*)shared;
+down(const half* act, const __grid_constant__ Stack w, int per, int room, float* x) {
     int row;
-    const float sum = dots(w, blockIdx.x, h, room, row, [&] {
-        for (int i = 8 * threadIdx.x; i < w.depth * 64; i += 8 * blockDim.x)
-            *(uint4*)(h + i) = i < w.K ? *(const uint4*)(act + i) : uint4{};
+    float before = 0;
+    const float sum = dots(w, per, room, row, [&](const Token& token) {
+        if (row >= 0) before = __ldcg(x + row);
+#pragma unroll 4
+        for (int i = threadIdx.x; i - threadIdx.x < token.depth * 16; i += blockDim.x)
+            token.put(i, i < token.depth * 16 ? floats(__ldcg((const uint2*)act + i)) : float4{});
     });
-    if (row >= 0) x[row] += sum;
+    if (row >= 0) x[row] = before + sum;
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-vocabulary(const float* x, const float* weight, const int64* at, const __grid_constant__ Stack w, int room,
-    float* rows, float eps) {
-    extern __shared__ __align__(16) char shared[];
-    half* h = (half*)shared;
+vocabulary(const float* x, const float* weight, const int64* at, const __grid_constant__ Stack w, int per, int room,
+           float* rows, float eps) {
     int row;
-    const float logit = dots(w, blockIdx.x, h, room, row, [&] { normalized(x, weight, h, w.K, w.depth * 64, eps); });
+    const Norm norm(weight, w.K);
+    const float logit = dots(w, per, room, row, [&](const Token& token) { norm(x, token, w.K, eps); });
     const int V = w.rows[0];
-    if (row >= 0) rows[(*at & 1) * ((V + 3) / 2 * 2) + row] = logit;
-    if (threadIdx.x >= 16) return;
+    if (row >= 0) rows[(__ldcg(at) & 1) * ((V + 3) / 2 * 2) + row] = logit;
+    if (threadIdx.x >= 32) return;
     uint64 rank_here = row >= 0 ? rank(logit, row) : 0;
-    for (int step = 8; step; step /= 2) rank_here = max(rank_here, __shfl_xor_sync(0xFFFF, rank_here, step));
-    if (threadIdx.x == 0) atomicMax(best(rows, *at, V), rank_here);
+    for (int step = 16; step; step /= 2) rank_here = max(rank_here, __shfl_xor_sync(~0u, rank_here, step));
+    if (threadIdx.x == 0) atomicMax(best(rows, __ldcg(at), V), rank_here);
 }
 """
 )
@@ -762,12 +880,15 @@ def prompt(model, ids, at):  # (T,), (1,) -> (T, D)
     return add_norm(x, weights.output_norm, eps, parts)
 
 
-def one(kernel, w, *args):
-    """A kernel that multiplies one token: a block for each tile of w, with as many warps as have something to do."""
-    warps = min(WARPS, -(-w.depth // AHEAD))
-    room = min(ROOM, w.depth * w.tile_bytes)
-    args = (np.int32(room) if arg is ROOM else arg for arg in args)
-    PROGRAM.launch(kernel, sum(w.counts), 32 * warps, tuple(args), 128 * w.depth + room)
+def one(kernel, w, before, after):
+    """A kernel that multiplies one token by w, as PLAN has it or smaller; what it takes before w and after."""
+    tiles, warps = PLAN[kernel]
+    if any(count % tiles for count in w.counts) or tiles * w.depth * w.tile_bytes > ROOM:
+        tiles = 1
+    warps = min(warps, tiles * w.depth) // tiles * tiles
+    room = min(ROOM, tiles * w.depth * w.tile_bytes)
+    args = (*before, w.stack, np.int32(tiles), np.int32(room), *after)
+    PROGRAM.launch(kernel, sum(w.counts) // tiles, 32 * warps, args, 144 * w.depth + room, early=True)
 
 
 def step(model):
@@ -776,22 +897,20 @@ def step(model):
 
     config, weights, state = model.config, model.weights, model.cache
     H, G, hd, eps, at, rows = config.H, config.G, config.hd, np.float32(config.eps), state.at, state.rows
-    x, qkv = cupy.empty(config.D, np.float32), cupy.empty((H + 2 * G) * hd, np.float32)
-    act = cupy.empty(config.F, np.float16)
+    x, qkv, act = cupy.empty(config.D, np.float32), cupy.empty((H + 2 * G) * hd, np.float32), halves(1, config.F)
     turn = cupy.empty((hd // 2, 2), np.float32)
-    seen, shares = cupy.empty((SPLITS, H * hd), np.float32), cupy.empty((SPLITS, H), np.float32)
+    seen, shares = cupy.empty((SPLITS, H * hd), np.float16), cupy.empty((SPLITS, H), np.float32)
     V, D, kind, length, size, raw = weights.token_embd
     sizes = (*map(np.int32, (D, V, kind)), np.int64(D // length * size), np.int32(hd), np.int32(len(config.rope_freqs)))
     PROGRAM.launch("begin", 1, THREADS, (at, rows, raw, config.rope_freqs, x, turn, *sizes))
     for layer, (keys, values) in zip(weights.layers, state.cache, strict=True):
-        one("project_in", layer.qkv, x, layer.attn_norm, layer.qkv.stack, ROOM, qkv, eps)
-        sizes = map(np.int32, (H, G, hd))
-        look = "look_64" if hd <= HEADS[0] else "look_128"
-        PROGRAM.launch(look, SPLITS * H, THREADS, (qkv, turn, at, keys, values, seen, shares, *sizes))
-        one("project_out", layer.o, seen, shares, at, layer.o.stack, ROOM, x, np.int32(H))
-        one("gate_up", layer.gate_up, x, layer.ffn_norm, layer.gate_up.stack, ROOM, act, np.int32(config.F), eps)
-        one("down", layer.down, act, layer.down.stack, ROOM, x)
-    one("vocabulary", weights.output, x, weights.output_norm, at, weights.output.stack, ROOM, rows, eps)
+        one("project_in", layer.qkv, (x, layer.attn_norm), (qkv, eps))
+        args = (qkv, turn, at, keys, values, seen, shares, *map(np.int32, (H, G, hd)))
+        PROGRAM.launch("look_64" if hd <= HEADS[0] else "look_128", SPLITS * H, THREADS, args, early=True)
+        one("project_out", layer.o, (seen, shares, at), (x, np.int32(H)))
+        one("gate_up", layer.gate_up, (x, layer.ffn_norm), (act, np.int32(config.F), eps))
+        one("down", layer.down, (act,), (x,))
+    one("vocabulary", weights.output, (x, weights.output_norm, at), (rows, eps))
 
 
 def follow(model, token, at):

@@ -1,4 +1,5 @@
-"""Every kernel of the GPU stages on small models, for compute-sanitizer: `compute-sanitizer … -m tests.gpu_sanitized`.
+"""Every kernel of the GPU stages on small models, for compute-sanitizer: `compute-sanitizer … -m tests.gpu_sanitized`,
+or of some with some types of weights alone: `… clean fused q4_k_m f16`.
 
 Memory comes from CUDA itself, since an overrun inside CuPy's pool is none to the sanitizer. With `planted` the matrix
 has one row more than it has bytes, with `race` a kernel lacks a barrier: each must be found, or finding nothing means
@@ -17,16 +18,20 @@ IDS = [1, 17, 300, 17, 511, 0, 42]
 QUANTS = ("q4_k_m", "q5_k", "q8_0", "q5_0", "q4_1", "f16")
 
 
-def main(what: str = "clean") -> None:
+def main(what: str = "clean", *only: str) -> None:
     import cupy
 
     cupy.cuda.set_allocator(None)
     with tempfile.TemporaryDirectory() as folder:
-        for quant in QUANTS if what == "clean" else QUANTS[:1]:
+        for quant in chosen(QUANTS, only) if what == "clean" else QUANTS[:1]:
             gguf = open_model(synth.synth("tiny", quant, Path(folder) / f"{quant}.gguf"))
-            for name in GPU if what == "clean" else ("resident",):
+            for name in chosen(GPU, only) if what == "clean" else ("resident",):
                 run(load_stage(name), gguf, what)
     print(what, "ran")
+
+
+def chosen(names: tuple, only: tuple) -> list:
+    return [name for name in names if name in only] or list(names)
 
 
 def run(stage, gguf, what: str) -> None:

@@ -1,11 +1,13 @@
 """Every CUDA source of every stage compiles for the GPUs it names, without a GPU, and keeps to its registers."""
 
+import ctypes
 import hashlib
 import importlib
 import itertools
 import json
 import pkgutil
 import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import stages
@@ -42,13 +45,8 @@ for stage, size, kind in itertools.product(("flash", "skip"), (64, 128), ("float
     MORE["stages.attention.hopper", f"attention_{kind}_{size}"] = 168  # as gemm's: the multiplying groups take 232
     MORE["stages.attention_backward.hopper", f"of_keys_{kind}_{size}"] = 168
     MORE["stages.attention_backward.hopper", f"of_queries_{kind}_{size}"] = 168
-SPILLED = {  # bytes of stack, bytes of spills at most
-    ("stages.graph", "project_in"): (8, 8),  # its norm's values and weights travel together
-    ("stages.graph", "vocabulary"): (8, 24),
-    ("stages.graph", "down"): (8, 8),  # for sm_80
-    ("stages.fused", "step"): (184, 1180),  # 17 warps leave 96 registers; what all phases share is kept through a call
-}
-LINES = {"attend": 46, "look": 84, "step": 62}  # which are one loop over tiles, over heads, and over phases
+SPILLED = {}  # bytes of stack, bytes of spills at most
+LINES = {"attend": 46, "dots": 46, "look": 84, "step": 44}  # which are one loop over tiles, heads or phases
 STATIC_SHARED = 48 * 1024  # bytes a block may declare
 
 
@@ -93,6 +91,17 @@ def test_a_source_compiles_and_spills_nothing(name, arch):
         assert used.registers <= MORE.get((name, kernel), REGISTERS), kernel
         assert used.shared <= STATIC_SHARED, kernel
         assert not used.serialized, kernel
+
+
+@pytest.mark.parametrize("sizes", [(576, 1536, 9, 3, 64, 49152, 30, 96), (4096, 14336, 32, 8, 128, 128256, 32, 128)])
+def test_the_kernel_of_a_token_fits_a_processor(sizes):
+    """Beside its ring and sums, whatever the model's dimensions."""
+    from common.cuda_streams import Cut
+
+    cut = Cut(*sizes)
+    used = cuda.compile(importlib.import_module("stages.fused").STEP, cut.options).kernels["step"]
+    assert used.shared + cut.shared <= 227 * 1024
+    assert used.registers <= REGISTERS and (used.stack, used.spills) == (0, 0)
 
 
 def test_a_broken_source_says_why():
@@ -189,6 +198,40 @@ def test_a_kernel_fits_on_a_screen(stage):
     for source, _ in texts(importlib.import_module(f"stages.{stage}")):
         for name, (text, _) in diff.cuda_functions(source).items():
             assert not name or len(text.splitlines()) <= LINES.get(name, 40), name
+
+
+def test_an_early_launch_says_so_to_the_driver(monkeypatch):
+    """Read back as cuda.h lays it out: a CUlaunchConfig of 56 bytes, with one CUlaunchAttribute of 72."""
+    read, array = [], SimpleNamespace(data=SimpleNamespace(ptr=4096))
+    cupy = SimpleNamespace(ndarray=SimpleNamespace, cuda=SimpleNamespace(get_current_stream=lambda: array.data))
+
+    def launch(config, function, arguments, extra):
+        *sizes, stream, attributes, count = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
+        of = ctypes.string_at(attributes, 72)
+        given = b"".join(ctypes.string_at(arguments[i], size) for i, size in enumerate((8, 4, 9)))
+        read.extend([sizes, stream, count, struct.unpack("3i60x", of), struct.unpack("=Qf9s", given), function.value])
+        return len(read) // 12
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launch))
+    arguments = array, np.float32(2.5), np.array([b"by value!"], "V9")
+    cuda._launch_early(77, 22, 704, arguments, 1000)
+    assert read == [[22, 1, 1, 704, 1, 1, 1000], 4096, 1, (6, 0, 1), (4096, 2.5, b"by value!"), 77]
+    with pytest.raises(cuda.CUDAError, match="cuLaunchKernelEx answered 1 for 22 blocks of 704 threads"):
+        cuda._launch_early(77, 22, 704, arguments, 1000)
+
+
+@pytest.mark.parametrize(("gpu", "early"), [(80, False), (90, True), (100, True)])
+def test_a_gpu_that_cannot_launch_early_launches(gpu, early, monkeypatch):
+    launched = []
+    kernel = lambda *given, shared_mem: launched.append((*given, shared_mem))  # noqa: E731
+    kernel.kernel = SimpleNamespace(ptr=77)
+    monkeypatch.setattr(cuda, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(cuda, "_device", lambda: 0)
+    monkeypatch.setattr(cuda, "capability", lambda device: gpu)
+    monkeypatch.setattr(cuda, "_launch_early", lambda *given: launched.append(given))
+    cuda.Program("").launch("f", 3, 64, ("x",), 8, early=True)
+    assert launched == [(77, 3, 64, ("x",), 8) if early else ((3,), (64,), ("x",), 8)]
 
 
 def test_the_matmul_of_cuda_is_the_one_of_resident():

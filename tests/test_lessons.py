@@ -42,8 +42,8 @@ BUDGETS = {
     "cuda": (600, 250),
     "resident": (600, 250),
     "prefill": (600, 310),  # a matmul and an attention on tensor cores, and nothing of the old ones left
-    "graph": (900, 370),  # a token's kernels beside a prompt's, each spelled out
-    "fused": (1250, 630),  # the token's kernel is a program of its own: a ring, exchanges and six phases
+    "graph": (1000, 510),  # a token's kernels beside a prompt's, each asking ahead for what it multiplies and looks at
+    "fused": (1220, 630),  # beside a prompt's kernels, a token's is a program: a ring, exchanges, six phases
 }
 NAMED = ("load", "attention", "forward", "logits", "generate")
 SECTIONS = ["docstring", "import", *diff.MARKS, "constant"]

@@ -43,3 +43,24 @@ def test_the_ladder_takes_a_column_from_each_stages_own_record():
     assert float(cells["resident"][0]) == pytest.approx(took, abs=0.5)
     assert cells["quantized"][0] == "–"  # recorded there too, but on the host's CPU
     assert "NVIDIA H200" in rows[-1]
+
+
+def test_what_a_record_notes_of_its_times_stands_beside_them(monkeypatch):
+    read = chapters.figures.record
+
+    def noted(name):
+        return read(name) | ({"note": "of another build"} if name.endswith("resident") else {"note": ""})
+
+    monkeypatch.setattr(chapters.figures, "record", noted)
+    cells, line = chapters.folder_columns("nvidia-h200/llm")[1:]
+    assert all(cell.endswith("†") for cell in cells["resident"])
+    assert not any("†" in cell for cell in cells["cuda"])
+    assert line.endswith(". † resident: of another build")
+
+
+def test_what_a_run_said_is_quoted_from_its_record(monkeypatch):
+    run = run_of()[0] | {"machine": {"name": "M"}, "commit": None, "text": " a word", "output_ids": [1, 2]}
+    run["model"] = run["model"] | {"file_layers": 30}
+    monkeypatch.setattr(chapters.figures, "record", lambda name: run | {"ms_per_token": {"median": 2.5}})
+    told = chapters.said(FOLDER, "any")
+    assert told.startswith("> … a word …\n") and told.endswith("2 tokens, 2.50 ms each.")

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cli
-from common import chapters, figures, plots, report, roofline, show
+from common import chapters, figures, plots, report, roofline, show, webpage
 from common.figures import REPORTS, multiply_adds
 
 TIMED = [path for kind in ("compare/*", "llm/*", "*/ladder") for path in REPORTS.glob(f"*/{kind}.json")]
@@ -153,6 +153,16 @@ def test_a_broken_record_is_one_sentence(one, text):
     one[1].write_text(text, "utf-8")
     with pytest.raises(report.ReportError, match=f"{one[1].name}.*measure again"):
         report.gather(one[0])
+
+
+def test_what_a_stages_record_notes_of_its_times_is_told(tmp_path):
+    folder = tmp_path / "nvidia-h200" / "llm"
+    folder.mkdir(parents=True)
+    record = json.loads((REPORTS / "nvidia-h200" / "llm" / "resident.json").read_text("utf-8"))
+    (folder / "resident.json").write_text(json.dumps(record | {"note": "of another build"}), "utf-8")
+    place = report.gather(tmp_path)[0]
+    assert "* resident: of another build.\n" in told(tmp_path)
+    assert "resident: of another build." in webpage.machine(place, plots.plots(place))["left_out"]
 
 
 def test_no_records_is_one_sentence(tmp_path):

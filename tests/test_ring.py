@@ -1,110 +1,138 @@
-"""What the fused stage's kernel copies and what it reads: the same pieces in one order, for every shape and GPU."""
+"""What the kernel of a token copies and what it reads: the same pieces in one order, for every shape and GPU."""
 
-from types import SimpleNamespace
+import itertools
 
 import pytest
 
-from common.cuda_tiles import BYTES, HALVES, NIBBLES, SIXTEENTHS, TILE_BYTES, deep
-from stages.fused import GROUP, PIECE, SLOT, WARPS, pieces
+from common.cuda_streams import (
+    BYTES,
+    CHUNK_K,
+    GROUP,
+    HALVES,
+    HEADER,
+    NIBBLES,
+    PIECE,
+    SHARE,
+    WARPS,
+    Cut,
+    order,
+    plan,
+    tall,
+)
 
-
-def stack(K, *matrices):
-    """Matrices of (rows, format) and of one K."""
-    counts = tuple(-(-rows // 16) for rows, _ in matrices)
-    return SimpleNamespace(depth=deep(K), counts=counts, formats=tuple(form for _, form in matrices))
-
-
-def model(D, F, kv, V, L, down=SIXTEENTHS):
-    """The products of a token, in order."""
-    layers = [
-        (
-            stack(D, (D, NIBBLES), (kv, NIBBLES), (kv, SIXTEENTHS if l % 2 else BYTES)),
-            stack(D, (D, NIBBLES)),
-            stack(D, (2 * F, NIBBLES)),
-            stack(F, (D, down if l % 2 else NIBBLES)),
-        )
-        for l in range(L)
-    ]
-    return [w for layer in layers for w in layer] + [stack(D, (V, SIXTEENTHS))]
-
-
-def read(stacks, blocks, block):
-    """What the kernel's product and stream read, written after them: dealt, groups of tiles, pieces along k."""
-    base = 0
-    for number, w in enumerate(stacks):
-        first = block - base
-        if first < 0:
-            first += blocks
-        everything = sum(w.counts)
-        base += everything
-        while base >= blocks:
-            base -= blocks
-        for start in range(first, everything, GROUP * blocks):
-            for tile in range(start, min(start + GROUP * blocks, everything), blocks):
-                of = 0
-                while tile >= w.counts[of]:
-                    tile -= w.counts[of]
-                    of += 1
-                size, many = TILE_BYTES[w.formats[of]], PIECE[w.formats[of]]
-                for k in range(0, w.depth, many):
-                    yield number, of, (tile * w.depth + k) * size, min(many, w.depth - k) * size
-
-
-SHAPES = {
-    "tinyllama": model(2048, 5632, 256, 32000, 4),
-    "smollm2": model(576, 1536, 192, 49152, 3, down=NIBBLES),
-    "tiny": model(256, 512, 128, 512, 2),
-    "odd": model(32, 96, 32, 17, 2, down=HALVES),
+FORMS = {
+    "q4_k_m": [(NIBBLES, NIBBLES, BYTES, NIBBLES, NIBBLES, BYTES), (NIBBLES,) * 6],
+    "halves": [(HALVES,) * 6, (BYTES, HALVES, NIBBLES, HALVES, BYTES, HALVES)],
+}
+SIZES = {  # D, F, H, G, hd, V
+    "tinyllama": (2048, 5632, 32, 4, 64, 32000),
+    "smollm2": (576, 1536, 9, 3, 64, 4096),
+    "llama": (4096, 14336, 32, 8, 128, 4096),
+    "tiny": (256, 512, 4, 2, 64, 512),
+    "odd": (192, 141, 3, 1, 40, 517),
+}
+CASES = {
+    f"{shape}-{forms}-{blocks}": (Cut(*SIZES[shape], 2, min(blocks, tall(SIZES[shape][1]))), FORMS[forms], BYTES)
+    for shape, forms, blocks in itertools.product(SIZES, FORMS, (64, 128))
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("blocks", [1, 6, 64, 132])
-def test_what_is_copied_is_what_is_read(name, blocks):
-    copied = pieces(SHAPES[name], blocks)
-    assert len(copied) == blocks
-    for block, of in enumerate(copied):
-        assert of == list(read(SHAPES[name], blocks, block))
+def read(cut, layers, output, block, warp):
+    """The pieces that a warp of the kernel reads, written after its phases: (matrix, number, bytes of shares)."""
+    B, active = cut.blocks, warp < cut.warps
+
+    def by_rows(matrix, form, tile):
+        """product_by_rows: chunks of k; a share of eight units, or two of four, again for the low bytes of HALVES."""
+        for chunk in range(cut.chunks if active else 0):
+            pieces = [(0, 0)] if form == NIBBLES else [(plane, j) for plane in range(form) for j in range(2)]
+            for plane, j in pieces:
+                yield matrix, (tile * cut.chunks + chunk) * len(pieces) + 2 * plane + j, SHARE
+
+    def by_columns(matrix, form, shares, every):
+        """add_columns: turns of tiles, each by every share of x, again for the low bytes of HALVES."""
+        many, passes = shares
+        size = many * (128 + 64 if form == NIBBLES else 256 + 64)
+        at_once = min(every, SHARE // size)
+        pieces = -(-every // at_once) * passes * (2 if form == HALVES else 1)
+        for i in range(pieces):
+            yield matrix, block * pieces + i, at_once * size
+
+    for l, (q, k, v, o, gate_up, down) in enumerate(layers):
+        queries, keys = tall(cut.H * cut.hd), tall(cut.G * cut.hd)
+        for tile in range(B - 1 - block, queries + 2 * keys, B):
+            if tile < queries:
+                yield from by_rows(6 * l, q, tile)
+            else:
+                second = tile >= queries + keys
+                yield from by_rows(6 * l + 1 + second, v if second else k, tile - queries - keys * second)
+        if block < cut.parts * cut.H:
+            yield from by_columns(6 * l + 3, o, cut.seen, -(-cut.each // WARPS))
+        for unit in range(block, tall(cut.F), B):
+            yield from by_rows(6 * l + 4, gate_up, 2 * unit)
+            yield from by_rows(6 * l + 4, gate_up, 2 * unit + 1)
+        yield from by_columns(6 * l + 5, down, cut.act, -(-tall(cut.D) // WARPS))
+    for tile in range(block, tall(cut.V), B):
+        yield from by_rows(6 * cut.L, output, tile)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_byte_is_copied_once(name):
-    stacks = SHAPES[name]
-    seen = sorted(piece for block in pieces(stacks, 132) for piece in block)
-    want = 0
-    for number, w in enumerate(stacks):
-        for matrix, (count, form) in enumerate(zip(w.counts, w.formats, strict=True)):
-            mine = [(first, size) for n, m, first, size in seen if (n, m) == (number, matrix)]
-            end = 0
-            for first, size in mine:
-                assert first == end and size % 16 == 0
-                end += size
-            assert end == count * w.depth * TILE_BYTES[form]
-            want += len(mine)
-    assert want == len(seen)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_copied_is_what_is_read(case):
+    """A warp's ring step by step: filled, then arrive and leave for each piece, which has been asked for before it is
+    waited for, and is the one that is read. The ring ends empty.
+    """
+    cut, layers, output = CASES[case]
+    made = plan(cut, layers, output)
+    for block, warp in itertools.product((0, cut.blocks // 2, cut.blocks - 1), (0, WARPS - 1)):
+        idle = warp >= cut.warps
+        first = block * WARPS * made.stride  # where the stream of warp 0 begins; the others' are alike
+
+        def of_this_block(places, values, first=first, stride=made.stride):
+            return {int(at) - first: value for at, value in zip(places, values, strict=True)
+                    if first <= at < first + WARPS * stride}  # fmt: skip
+
+        held, length = {}, of_this_block(*made.links[idle])
+        for matrix, places in enumerate(made.others if idle else made.places):
+            held |= of_this_block(places, [(matrix, number) for number in range(len(places))])
+        stream, ring, slot = HEADER, [], 0
+        for i in range(cut.slots):  # fill
+            ring.append((stream, length[4 * i]))
+            stream += ring[i][1]
+        for matrix, number, size in read(cut, layers, output, block, warp):
+            at, asked = ring[slot]  # arrive
+            assert asked == size + 16 <= PIECE
+            assert held[at] == (matrix, number)
+            ring[slot] = stream, length[at + size]  # leave
+            stream += ring[slot][1]
+            slot = (slot + 1) % cut.slots
+        assert not any(size for _, size in ring)
+        assert stream <= made.stride
 
 
-def test_a_piece_fits_its_slot_and_its_warps():
-    for form, many in enumerate(PIECE):
-        assert many * TILE_BYTES[form] <= SLOT
-        assert many % WARPS == 0 or WARPS % many == 0  # so that a tile along k stays with the warp that took its x
+@pytest.mark.parametrize("case", CASES)
+def test_every_piece_is_packed_once(case):
+    cut, layers, output = CASES[case]
+    made, listed = plan(cut, layers, output), [piece for of in order(cut, layers, output) for piece in of]
+    for matrix, places in enumerate(made.places):  # as the thread blocks that pack it count them
+        assert sorted(number for m, number, *_ in listed if m == matrix) == list(range(len(places)))
+    for l, forms in enumerate(layers):
+        for i, rows in ((0, cut.H * cut.hd), (1, cut.G * cut.hd), (2, cut.G * cut.hd), (4, 32 * tall(cut.F))):
+            assert len(made.places[6 * l + i]) == tall(rows) * (cut.chunks << forms[i])
+    for places in (made.places, made.others):
+        spans = sorted((int(places[m][number]), size + 16) for m, number, size, rows in listed
+                       if places is made.places or not rows)  # fmt: skip
+        assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))
+        assert spans[-1][0] + spans[-1][1] <= made.nbytes and all(at % 16 == 0 for at, _ in spans)
+
+
+def test_a_block_has_room_for_its_ring():
+    for cut, _, _ in CASES.values():
+        assert cut.shared <= 227 * 1024 - 4096 and 4 * cut.slots <= HEADER
+        assert cut.warps <= WARPS and CHUNK_K * cut.chunks * cut.warps >= cut.D
+        assert GROUP == WARPS // 2
 
 
 def test_blocks_have_their_share():
-    """Dealt on from product to product, no block has more than a piece or two above the mean of a layer."""
-    found = [sum(size for *_, size in block) for block in pieces(SHAPES["tinyllama"][:-1], 132)]
-    assert max(found) <= 1.15 * sum(found) / len(found)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 8])
-def test_a_ring_of_any_size_comes_to_its_end(slots):
-    """One warp copies, in order, into slots that all readers have left; readers wait for theirs in the same order."""
-    for block in pieces(SHAPES["smollm2"], 132)[:7]:
-        copied = done = 0
-        while done < len(block):
-            before = copied, done
-            if copied < len(block) and copied - done < slots:
-                copied += 1
-            if done < copied:
-                done += 1
-            assert (copied, done) != before
+    """Of the matrices by rows, whose tiles are dealt, no block has much more than the mean."""
+    cut = Cut(*SIZES["tinyllama"], 2, 128)
+    found = [sum(size for matrix, _, size, _ in block if matrix < 12) for block in order(cut, FORMS["q4_k_m"], BYTES)]
+    assert max(found) <= 1.1 * sum(found) / len(found)
