@@ -226,7 +226,7 @@ def test_a_stress_doubles_one_resource_and_holds_the_other(kernels, stage, tiny)
     rate = plain["multiply_adds"] / plain["loads"]
     assert compute["multiply_adds"] / compute["loads"] == pytest.approx(2 * rate, rel=0.2)
     more = rate / (loads["multiply_adds"] / loads["loads"])
-    assert 1.35 < more < 2.1  # x is loaded once as before, the weight twice
+    assert 1.35 < more < 2.3  # x is loaded once as before, the weight twice; a constant may be loaded again as well
 
 
 @pytest.mark.parametrize("quant", ["q4_1", "q8_0", "f16"])

@@ -1,8 +1,9 @@
-"""The int8 ladder: integer for integer, what rounding costs, and how a reader tells it from a bug."""
+"""Blocks as integers: their exactness, the packed layout, every form of the dot product, and the stages on them."""
 
-import functools
 import importlib
+import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,283 +11,304 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import calibration, diff, rounding
-from common import kernel_ladder as kl
+from common import gate, reference
+from common.gguf import TYPES
+from common.harness import Request
+from common.int8 import GROUP, INTEGER, STEP, by_type, pack, packed_bytes, row_apart, to_int8, unpacked
+from common.jit import njit
 from common.model import open_model
-from common.stage import load_stage
-from stages import int8
-from stages.int8 import _model, absmax, outliers, tensor_core
-from tests.helpers import ROOT, rounded_exactly
+from common.packing import quantize
+from common.quants import unpack_blocks
+from stages import quantized
+from stages.quantized import Blocks
+from tests.helpers import copy_of
 
-FOLDER = Path(int8.__file__).parent
-CPU = ("float", "absmax", "outliers")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """Also where there is a GPU."""
-    monkeypatch.setattr(int8, "DEVICE", "cpu", raising=False)
-    monkeypatch.setattr(int8, "inputs", functools.partial(int8.inputs, xp=np))
-
-
-# ---- the rungs -------------------------------------------------------------------------------------------------
+STAGES = ("integer", "packed", "blocked", "compiled", "threads", "half_cache")
+NAMES = [name for name, kind in TYPES.items() if kind.id in INTEGER]
+SHAPES = [(1, 3, 512), (3, 17, 256), (9, 33, 768)]  # T, N, K
+SHORT = [(1, 5, 32), (7, 2, 96)]  # for blocks of 32
+EXACT = 1e-9  # NMSE to the same sums of integers in float64; the ladder allows 1e-7
+ROUNDED = 5e-4  # NMSE to the product of unrounded activations
+LOGITS = 5e-3
+IDS = [1, 17, 300, 17, 511, 0, 42, 42, 9, 3, 77]
 
 
-@pytest.mark.parametrize("stage", CPU)
-def test_a_rung_is_right_on_odd_shapes(stage):
-    for i, shape in enumerate(int8.ODD_SHAPES):
-        found = kl.check(int8, stage, shape, "int8", seed=i)
-        assert found["right"], found
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_a_rung_that_needs_a_gpu_is_absent_without():
-    found = kl.check(int8, "tensor_core", (3, 4, 5), "int8")
-    assert found["right"] is None and "tensor cores" in found["absent"]
+def matrix(name, N, K):
+    """(Blocks, float64 (N, K)) of random weights in blocks of the type."""
+    kind = TYPES[name]
+    raw = quantize(name, draw(N, K)).reshape(-1)
+    w = Blocks(N, K, kind.id, kind.block, kind.bytes, raw)
+    exact = np.empty(N * K, np.float32)
+    unpack_blocks(kind.id, raw, kind.bytes, exact, kind.block)
+    return w, exact.reshape(N, K).astype(np.float64)
 
 
-def rounds_as_it_says(module, shape, seed) -> None:
-    x, w, b, seen = int8.inputs(shape, "int8", seed)
-    layer = module.quantize(w, b, seen)
-    loud = layer.loud if module is outliers else []
-    exact = rounded_exactly(x, w, b, loud)
-    out = module.multiply(x, layer)
-    assert out.shape == exact.shape and out.dtype == np.float32
-    assert (abs(out - exact) <= 1e-6 * abs(exact) + 2e-6 * abs(exact).max()).all(), shape
+def shapes(name):
+    return SHAPES + (SHORT if TYPES[name].block == STEP else [])
 
 
-@pytest.mark.parametrize("module", [absmax, outliers], ids=["absmax", "outliers"])
-def test_a_rung_rounds_as_the_arithmetic_says(module):
-    for seed, shape in enumerate([*int8.ODD_SHAPES, (9, 40, 2048)]):
-        rounds_as_it_says(module, shape, seed)
+@pytest.fixture(params=STAGES, scope="module")
+def stage(request):
+    return importlib.import_module(f"stages.{request.param}")
 
 
-@pytest.mark.parametrize("features", ["+avx2,+fma,+f16c,+avx", "+avx,+f16c"], ids=["avx2", "none"])
-def test_a_cpu_without_these_instructions_gets_the_same_integers(features):
-    code = """
+def ready(stage, w):
+    return stage.pack_rows(w) if hasattr(stage, "pack_rows") else w
+
+
+def by_rows(x8, T):
+    """p, s and the sums of Rounded, token by token."""
+    p = x8.p.transpose(0, 2, 1, 3).reshape(-1, 4 * x8.p.shape[1])
+    return [p[:T], *(a.transpose(0, 2, 1).reshape(-1, a.shape[1])[:T] for a in x8[1:])]
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_activations_are_rounded_to_the_nearest_step(tokens):
+    x = draw(5, 96) * np.float32([[1], [1e-3], [50], [1], [0]])
+    x[3, 32:64] = 0
+    p, s, sums, offsets = by_rows(to_int8(x, tokens), 5)
+    assert p.dtype == np.int8
+    assert np.abs(p.astype(int)).max() == 127
+    steps = np.repeat(s.astype(np.float64), STEP, axis=1)
+    assert np.all(np.abs(x - p[:, :96] * steps[:, :96]) <= 0.5001 * steps[:, :96])
+    assert not p[:, 96:].any()
+    assert not sums[:, 96 // GROUP :].any()
+    assert not p[4].any()
+    assert not s[4].any()
+    want = p[:, :96].astype(int).reshape(5, -1, GROUP).sum(axis=2)
+    assert np.array_equal(sums[:, : want.shape[1]], want)
+    exact = (p[:, :96] * steps[:, :96]).reshape(5, -1, STEP).sum(axis=2)
+    assert np.allclose(offsets[:, :3], exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max())
+
+
+def test_tokens_beyond_the_last_are_zeros():
+    x8 = to_int8(draw(9, 64), 8)
+    assert len(x8.p) == 2
+    assert not any(a[1, :, 1:].any() for a in x8)
+
+
+def test_halves_round_to_even():
+    x = np.zeros((1, 32), np.float32)
+    x[0, :4] = 127, 0.5, 1.5, -2.5
+    assert to_int8(x).p[0, 0, 0].tolist() == [127, 0, 2, -2]
+
+
+def test_tiny_activations_are_zero_and_do_not_overflow():
+    x = np.full((1, 32), 1e-38, np.float32)
+    x8 = to_int8(x)
+    assert not x8.p.any()
+    assert not x8.offsets.any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(stage, value):
+    w, _ = matrix("Q4_1", 16, 64)
+    x = draw(2, 64)
+    x[1, 40] = value
+    got = stage.matmul(x, ready(stage, w))
+    assert np.isfinite(got[0]).all()
+    assert not np.isfinite(got[1]).any()
+
+
+@njit
+def apart(kind, raw, at, K, length, size, q, d, m):
+    by_type(row_apart, kind, raw, at, K, length, size, q, d, m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_and_scales_make_the_weights(name):
+    w, exact = matrix(name, 6, 512)
+    for n in range(6):
+        q, d, m = np.empty(512, np.uint8), *np.empty((2, 512 // GROUP), np.float32)
+        apart(w.kind, w.raw, n * 512 // w.length * w.size, 512, w.length, w.size, q, d, m)
+        got = q * np.repeat(d, GROUP).astype(np.float64) + np.repeat(m, GROUP)
+        assert np.allclose(got, exact[n], rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+def packed(w):
+    out = np.zeros((packed_bytes(w.N, w.K, w.length, w.size) // 16, 16), np.uint8)
+    pack(w.kind, w.raw, w.N, w.K // w.length, w.size, out)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_packed_can_be_had_back(name):
+    w, exact = matrix(name, 21, 512)
+    got = unpacked(w.kind, packed(w), w.N, w.K, w.length, w.size)
+    assert np.allclose(got, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_byte_is_added_and_none_is_shared(name):
+    """Every bit of a row's blocks that tells of a weight is in the strip once, and other rows' bytes stay zero."""
+    w, _ = matrix(name, 1, 256)
+    assert packed(w).size == 16 * w.raw.size
+    assert np.count_nonzero(packed(w)) <= w.raw.size
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matmul(stage, name):
+    for T, N, K in shapes(name):
+        (w, exact), x = matrix(name, N, K), draw(T, K, seed=1)
+        got = stage.matmul(x, ready(stage, w))
+        assert got.dtype == np.float32
+        assert got.shape == (T, N)
+        p, s, *_ = by_rows(to_int8(x), T)
+        rounded = p[:, :K] * np.repeat(s.astype(np.float64), STEP, axis=1)[:, :K]
+        assert reference.nmse(got, rounded @ exact.T) <= EXACT, (T, N, K)
+        assert reference.nmse(got, x.astype(np.float64) @ exact.T) <= ROUNDED, (T, N, K)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_alone_gives_what_it_gives_among_others(stage, name):
+    w, x = ready(stage, matrix(name, 19, 768)[0]), draw(13, 768)
+    together = stage.matmul(x, w)
+    alone = np.concatenate([stage.matmul(x[t : t + 1], w) for t in range(13)])
+    assert reference.nmse(alone, together) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_a_type_without_integers_is_computed_in_floats(stage, name):
+    kind, N, K, x = TYPES[name], 5, 256, draw(3, 256)
+    raw = np.random.default_rng(3).integers(0, 60, N * K // kind.block * kind.bytes, dtype=np.uint8)
+    length = kind.block if kind.block > 1 else K
+    w = Blocks(N, K, kind.id, length, length // kind.block * kind.bytes, raw)
+    assert np.array_equal(stage.matmul(x, ready(stage, w)), quantized.matmul(x, w))
+
+
+# ---- every form of the dot product ---------------------------------------------------------------------------------
+
+FORMS = """
+import hashlib, json
 import numpy as np
-from tests import test_int8
-from stages.int8 import absmax, outliers
-import functools
-from stages import int8
-int8.inputs = functools.partial(int8.inputs, xp=np)
-for module in (absmax, outliers):
-    for seed, shape in enumerate([(1, 33, 70), (9, 20, 300)]):
-        test_int8.rounds_as_it_says(module, shape, seed)
-from common.intrinsics import DOTS
-print(DOTS.__name__)
+from common import intrinsics
+from common.intrinsics import DOTS, dots, dots_of_panel, dots_of_tokens, load_bytes, load_lanes, no_sums, row_bytes
+from common.intrinsics import store_lanes
+from common.jit import numba
+from stages import blocked
+from tests.test_int8 import NAMES, draw, matrix, ready
+
+@numba.njit
+def all_dots(floats, q, rows, x, out):
+    start = no_sums(load_lanes(floats, 0))
+    a, b = load_bytes(q, 0, 64), load_bytes(x, (0, 0), 64)
+    tile = x.reshape(2, 16, 1, 4)
+    store_lanes(out, (0, 0), dots(start, a & 127, b, 127))
+    store_lanes(out, (1, 0), dots(start, a, b, 255))
+    weights = row_bytes(rows, 0, 32)
+    store_lanes(out, (2, 0), dots_of_tokens(start, weights & 15, tile, (1, 4), 15))
+    store_lanes(out, (3, 0), dots_of_tokens(start, weights & 31, tile, (1, 4), 31))
+    store_lanes(out, (4, 0), dots_of_tokens(start, weights & 63, tile, (1, 4), 63))
+    store_lanes(out, (5, 0), dots_of_tokens(start, weights & 127, tile, (1, 4), 127))
+    store_lanes(out, (6, 0), dots_of_tokens(start, weights, tile, (1, 4), 255))
+    store_lanes(out, (7, 0), dots_of_panel(start, rows, 0, 32, tile, (1, 4), 255))
+    store_lanes(out, (8, 0), dots_of_panel(start, rows, 16, 16, tile, (1, 8), 255))
+
+random, wrong = np.random.default_rng(0), 0
+for case in range(20):
+    q, rows = random.integers(0, 256, 64, dtype=np.uint8), random.integers(0, 256, (32, 16), dtype=np.uint8)
+    x = random.integers(-127, 128, (2, 64), dtype=np.int8)
+    if case == 0:
+        q[:], rows[:], x[:] = 255, 255, 127
+    if case == 1:
+        q[:], rows[:], x[:] = 255, 255, -127
+    out = np.zeros((9, 16), np.int32)
+    all_dots(np.zeros(16, np.float32), q, rows, x, out)
+    wide = x.astype(int)
+    want = [(a.astype(int).reshape(16, 4) * wide[0].reshape(16, 4)).sum(axis=1) for a in (q & 127, q)]
+    weights, quads = rows.astype(int).reshape(8, 16, 4), wide[1, 16:48].reshape(8, 1, 4)
+    want += [((weights & most) * quads).sum(axis=(0, 2)) for most in (15, 31, 63, 127, 255, 255)]
+    want += [(weights[4:] * quads[4:]).sum(axis=(0, 2))]
+    wrong += not np.array_equal(out, want)
+
+digest = hashlib.sha256()
+for name in NAMES:
+    w = ready(blocked, matrix(name, 19, 256)[0])
+    for T in (1, 9):
+        digest.update(blocked.matmul(draw(T, 256, seed=2), w).tobytes())
+print(json.dumps([DOTS.__name__, wrong, digest.hexdigest()]))
 """
-    env = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["dots_in_pairs" if "avx2" in features else "dots_in_turn"]
+
+BASE = "+sse4.2,+avx,+fma,+f16c"  # so that floats round alike
+X86 = platform.machine() in ("x86_64", "AMD64")
+TARGETS = [None, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": BASE}] if X86 else [None]
+TARGETS += [{"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": BASE + ",+avx2"}] if X86 else []
 
 
-def test_nan_and_infinity_are_not_swallowed():
-    for module in (absmax, outliers):
-        for value in (np.nan, np.inf):
-            x, w, b, seen = int8.inputs((9, 20, 70), "int8", 0)
-            x[2, 5] = value
-            out = module.multiply(x, module.quantize(w, b, seen))
-            assert not np.isfinite(out[2]).any() and np.isfinite(np.delete(out, 2, 0)).all()
+def test_every_form_of_the_dot_product_gives_the_same_bits():
+    found = []
+    for target in TARGETS:
+        done = subprocess.run(
+            [sys.executable, "-c", FORMS],
+            env={**os.environ, **(target or {})},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [wrong for _, wrong, _ in found] == [0] * len(TARGETS)
+    assert len({digest for _, _, digest in found}) == 1
+    if X86:
+        assert [form for form, _, _ in found[1:]] == ["dots_in_turn", "dots_in_pairs"]
 
 
-def test_zeros_stay_zeros():
-    x, w, b, seen = int8.inputs((3, 20, 70), "int8", 0)
-    x[1], w[4] = 0, 0
-    for module in (absmax, outliers):
-        out = module.multiply(x, module.quantize(w, b, seen))
-        assert (out[1] == b).all() and (out[:, 4] == b[4]).all()
+# ---- whole models --------------------------------------------------------------------------------------------------
 
 
-def test_outliers_are_three_deviations_above_their_layer():
-    seen = np.ones(1000, np.float32)
-    seen[[5, 700]] = 30, 40
-    assert outliers.outliers(seen).tolist() == tensor_core.outliers(seen).tolist() == [5, 700]
-    seen[5] = 3
-    assert outliers.outliers(seen).tolist() == [700]
+def rows_of(stage, gguf, ids, *cuts):
+    """Logits at every position, the prompt fed in pieces that end at cuts."""
+    model = stage.load(gguf, len(ids), 1)
+    pieces = zip((0, *cuts), (*cuts, len(ids)), strict=True)
+    return np.concatenate([stage.logits(model, stage.forward(model, ids[a:b], a)) for a, b in pieces])
 
 
-def test_outliers_keep_their_precision():
-    """A channel thirty times as loud, whose weights are a thirtieth: absmax rounds both away."""
-    x, w, b, _ = int8.inputs((64, 80, 512), "int8", 3)
-    x /= np.maximum(abs(x).max(0), 1e-9)
-    x[:, 7] *= 300
-    w[:, 7] /= 300
-    exact = x.astype(np.float64) @ w.astype(np.float64).T + b
-    nmse = []
-    for module in (absmax, outliers):
-        out = module.multiply(x, module.quantize(w, b, abs(x).max(0)))
-        nmse.append(((out - exact) ** 2).mean() / (exact**2).mean())
-    assert nmse[0] > 100 * nmse[1] and nmse[1] < 1e-4
+@pytest.mark.parametrize("quant", ["q4_k_m", "q8_0", "q5_k", "q4_0", "f16"])
+def test_logits_of_small_models(stage, tiny_of, quant):
+    gguf = open_model(tiny_of(quant))
+    want = reference.compute(gguf, IDS).logits
+    together = rows_of(stage, gguf, IDS)
+    assert together.dtype == np.float32
+    assert max(map(reference.nmse, together, want)) <= LOGITS
+    for cuts in [(1, 3), range(1, len(IDS))]:
+        assert max(map(reference.nmse, rows_of(stage, gguf, IDS, *cuts), together)) <= LOGITS
 
 
-@pytest.mark.parametrize("stage", int8.STAGES)
-def test_a_rung_declares_what_it_changes(stage):
-    rung = importlib.import_module(f"stages.int8.{stage}")
-    assert list(diff.docstring(FOLDER / f"{stage}.py")) == ["", "Idea", "Was", "Change", "Expect"]
-    if rung.PREVIOUS is None:
-        assert rung.CHANGES == () and stage == next(iter(int8.STAGES))
-        return
-    old, new = FOLDER / f"{rung.PREVIOUS}.py", FOLDER / f"{stage}.py"
-    assert diff.undeclared(old, new, rung.CHANGES) == []
-    assert set(rung.CHANGES) <= {change.name for change in diff.changes(old, new)}
-    assert len(new.read_text().splitlines()) <= 400
+def test_logits_of_the_real_model(stage, smollm2):
+    gguf = open_model(smollm2)
+    ids = json.loads((Path(__file__).parent / "cases" / "smollm2-golden.json").read_text())["story"]["ids"]
+    want = reference.logits(gguf, ids)
+    got = rows_of(stage, gguf, ids)
+    assert reference.nmse(got, want) <= LOGITS
+    assert reference.nmse(rows_of(stage, gguf, ids, 3), got) <= LOGITS
 
 
-# ---- rounding and bugs -----------------------------------------------------------------------------------------
-
-BUGS = {
-    "every step a hundredth too large": lambda layer: layer._replace(steps=layer.steps * np.float32(1.01)),
-    "a row's step a tenth too large": lambda layer: layer._replace(steps=scaled(layer.steps, 11, 1.1)),
-    "an outlier's weights doubled": lambda layer: layer._replace(columns=doubled(layer.columns)),
-    "a row's b of another": lambda layer: layer._replace(b=np.roll(layer.b, 1)),
-}
-
-
-def scaled(a, i, by):
-    a = a.copy()
-    a[i] *= np.float32(by)
-    return a
-
-
-def doubled(columns):
-    return (columns.view(np.float16) * np.float16(2)).view(np.uint16)
-
-
-def layer_and_exact(seed: int = 5):
-    x, w, b, seen = int8.inputs((64, 256, 512), "int8", seed)
-    return x, outliers.quantize(w, b, seen), x.astype(np.float64) @ w.astype(np.float64).T + b
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rounding_is_told_for_what_it_is(seed):
-    x, layer, exact = layer_and_exact(seed)
-    told = rounding.told(outliers.multiply(x, layer), exact)
-    assert told.is_rounding, told
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_not_taken_for_rounding(bug):
-    x, layer, exact = layer_and_exact()
-    told = rounding.told(outliers.multiply(x, BUGS[bug](layer)), exact)
-    assert not told.is_rounding, told
-
-
-def test_a_bug_of_one_channel_is_found_there():
-    x, layer, exact = layer_and_exact()
-    told = rounding.told(outliers.multiply(x, BUGS["a row's step a tenth too large"](layer)), exact)
-    assert told.channel == 11 and told.uneven > rounding.UNEVEN
-
-
-def test_nan_is_no_rounding():
-    exact = np.ones((4, 5))
-    assert not rounding.told(np.full((4, 5), np.nan), exact).is_rounding
-
-
-# ---- a whole model ---------------------------------------------------------------------------------------------
-
-
-def test_calibration_sees_what_each_matrix_is_multiplied_by(tiny):
-    gguf = open_model(tiny)
-    stage = load_stage("kv_cache")
-    model = stage.load(gguf, 16, 1)
-    seen = calibration.highest("kv_cache", model, [[1, 2, 3], [4, 5]])
-    config = gguf.config
-    assert len(seen) == 7 * config.L + 1
-    assert {name: len(highest) for name, highest in seen.items()} == {
-        name: len(w) for name, w in calibration.matrices(model.weights).items()
-    }
-    x = np.ascontiguousarray(model.weights.token_embd[:, [1, 2, 3, 4, 5]].T)
-    h = stage.rms_norm(x, model.weights.layers[0].attn_norm, config.eps)
-    for name in ("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v"):
-        assert np.array_equal(seen[name], abs(h).max(0))
-
-
-def test_a_hook_that_is_not_called_is_an_error(tiny):
-    """A stage whose forward is jitted resolved its matmul when it was compiled."""
-    model = load_stage("kv_cache").load(open_model(tiny), 16, 1)
-    broken = calibration.import_file
-
-    def stale(path):
-        stage = broken(path)
-        stage.forward = load_stage("kv_cache").forward  # which looks in its own module
-        return stage
-
-    calibration.import_file = stale
-    try:
-        with pytest.raises(ValueError, match="never multiplied by blk.0.attn_k"):
-            calibration.highest("kv_cache", model, [[1, 2, 3]])
-    finally:
-        calibration.import_file = broken
-
-
-def test_a_hook_leaves_the_stage_itself_alone(tiny):
-    stage = load_stage("kv_cache")
-    plain = stage.matmul
-    model = stage.load(open_model(tiny), 16, 1)
-    before = stage.forward(model, [1, 2, 3], 0)
-    calibration.highest("kv_cache", model, [[1, 2, 3]])
-    assert stage.matmul is plain
-    assert np.array_equal(stage.forward(model, [1, 2, 3], 0), before)
-
-
-def test_a_model_of_rounded_layers_computes_with_them(tiny):
-    gguf = open_model(tiny)
-    model = load_stage("kv_cache").load(gguf, 16, 1)
-    seen = calibration.highest("kv_cache", model, [[1, 2, 3]])
-    stage = calibration.hooked("kv_cache")
-    exact = stage.logits(model, stage.forward(model, [1, 2, 3], 0))
-    for skip, count in (
-        (lambda name: False, 7 * gguf.config.L + 1),
-        (lambda name: name == "output", 7 * gguf.config.L),
-    ):
-        small = _model.rounded(model, seen, skip, "outliers")
-        found = calibration.matrices(small.weights).values()
-        assert sum(isinstance(w, calibration.Quantized) for w in found) == count
-        out = stage.logits(small, stage.forward(small, [1, 2, 3], 0))
-        assert 0 < ((out - exact) ** 2).mean() / (exact**2).mean() < 1e-2
-
-
-def test_words_are_compared_from_the_first_on():
-    assert _model.words_alike("a b c", "a b d") == 2
-    assert _model.words_alike("a b", "a b c") == 2
-    assert _model.words_alike("x", "y") == 0
-
-
-def test_planted_outliers_cost_absmax_much_and_outliers_little(smollm2):
-    model, _, windows, calibrating = _model.opened(smollm2)
-    windows, loud = windows[:1], _model.plant(model)
-    wanted = _model.rows(model, windows)
-    assert np.abs(_model.rows(loud, windows)[0] - wanted[0]).max() < 1e-2  # the same function
-    seen = calibration.highest(_model.STAGE, loud, calibrating[:2])
-    cost = {}
-    for rung in ("absmax", "outliers"):
-        small = _model.rounded(loud, seen, lambda name: not name.endswith(_model.READERS), rung)
-        cost[rung] = _model.scored(small, wanted, windows)
-    assert cost["absmax"]["more_percent"] > 10 and cost["absmax"]["kl"]["mean"] > 10 * cost["outliers"]["kl"]["mean"]
-
-
-# ---- an encoder and decoder, in PyTorch --------------------------------------------------------------------------
-
-
-@pytest.mark.peers
-def test_a_translator_is_rounded_by_its_linear_layers(monkeypatch):
-    torch = pytest.importorskip("torch")
-    from common import transformer
-    from stages.int8 import _translate
-
-    for name, value in {"BLOCKS": 1, "HEADS": 2, "WIDTH": 64, "VOCABULARY": 103, "WORDS": 8, "LONGEST": 5}.items():
-        monkeypatch.setattr(transformer, name, value)
-    found = _translate.measured("cpu", steps=60)
-    rows = {(row["layers"], row["output_projection"]): row for row in found["rows"] if "error" not in row}
-    fp16, int8_rows = rows["fp16", True], [rows["int8", True], rows["int8", False]]
-    assert all(fp16["kl"] < row["kl"] < 1e-3 for row in int8_rows)
-    assert int8_rows[0]["bytes"] < 0.6 * fp16["bytes"]
-    model, _ = transformer.train(transformer.sdpa, "cpu", 2)
-    batch = transformer.sentences(4, seed=1, device="cpu")
-    layer = model.encoder[0].own.query
-    seen = _translate.highest(model, batch)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        given = model.encoder[0].norms[0](model.embed(batch.source))
-    assert len(seen) == len(_translate.linears(model)) and len(seen["project"]) == layer.in_features
-    assert np.allclose(seen["encoder.0.own.query"], given.abs().amax((0, 1)).float().numpy(), rtol=1e-2)
+@pytest.mark.parametrize(
+    ("name", "old", "new", "where"),
+    [
+        (
+            "integer",
+            "multiply_add(load_lanes(m, g), sums",
+            "multiply_add(load_lanes(m, g) * 2, sums",
+            "token 0, layer 0, matmul (w_q)",
+        ),
+        ("packed", "(strip * blocks + b)", "(strip * blocks + max(b, 1))", "token 0, layer 0, matmul (w_q)"),
+        ("packed", "return rms_norm(x, weights", "return rms_norm(2 * x - x[:1], weights", "the output norm"),
+        (
+            "compiled",
+            "x = add(x, times(h, layer.w_down))",
+            "x = times(h, layer.w_down)",
+            "token 0, layer 0: each op is",
+        ),
+    ],
+)
+def test_the_gate_names_a_fault_in_integers(name, old, new, where, tiny, tmp_path):
+    path = copy_of(name, tmp_path, (old, new))
+    assert where in gate.first_fault(Request(str(path), str(tiny), IDS, 1))
+    sound = copy_of(name, tmp_path, name="sound.py")
+    assert "right at every position" in gate.first_fault(Request(str(sound), str(tiny), IDS, 1))
