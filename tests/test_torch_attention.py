@@ -87,7 +87,7 @@ def test_gradcheck_on_the_gpu(cuda):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("pair", "dtype"), itertools.product(PAIRS, TYPES), ids=str)
+@pytest.mark.parametrize(("pair", "dtype"), list(itertools.product(PAIRS, TYPES)), ids=str)
 def test_gradients_are_differences_of_the_outputs(torch, cuda, one_configuration, pair, dtype):
     """Of the rung's own outputs: (f(x + h u) - f(x - h u)) / 2 h for f = sum of out times a constant."""
     from common.torch_attention import attention
@@ -108,7 +108,7 @@ def test_gradients_are_differences_of_the_outputs(torch, cuda, one_configuration
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("pair", "dtype"), itertools.product(PAIRS, TYPES), ids=str)
+@pytest.mark.parametrize(("pair", "dtype"), list(itertools.product(PAIRS, TYPES)), ids=str)
 def test_autograd_through_any_pair_of_rungs(torch, cuda, one_configuration, pair, dtype):
     """Projections leave heads and positions swapped, and a model runs on a stream of its own."""
     from common.torch_attention import attention
