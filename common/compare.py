@@ -239,7 +239,7 @@ def introduction(names: list[str], ops: tuple[str, ...] = OPS) -> list:
         same = [op for op in ops if op not in moved and op not in inside]
         kept = f" The same code in both: {' '.join(same)}." if same else ""
         within = "".join(f" {op} is now inside {where}." for op, where in inside.items())
-        shown += ["", f"Moved: {', '.join(moved) or 'nothing'}.{kept}{within}"]
+        shown += ["", f"Changed: {', '.join(moved) or 'nothing'}.{kept}{within}"]
     return shown
 
 

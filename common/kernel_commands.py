@@ -120,8 +120,9 @@ def types(rungs, stages: list[str]) -> list[str]:
 def compare(names: list[str], shape: str | None, budget_s: float, save: str | None = None) -> dict:
     """Check and time rungs and baselines in turns, and judge each rung against the one before it. -> the document.
 
-    Without the ladder's device, times are None and `recorded` holds another machine's. Raises WrongError where a rung
-    is wrong, MissingError where there is neither device nor record.
+    Without the ladder's device, times are None and `recorded` holds another machine's; where the ladder's own shape was
+    not recorded, `shape` is the nearest that was and `unrecorded` the ladder's own. Raises WrongError where a rung is
+    wrong, MissingError where there is neither device nor record.
     """
     ladder = ladder_of(names)
     rungs = kl.ladder(ladder)
@@ -136,7 +137,10 @@ def compare(names: list[str], shape: str | None, budget_s: float, save: str | No
         "changed": {b: changed(a, b) for a, b in zip(names, names[1:], strict=False)},
     }
     if document["missing"]:
-        return document | recalled(rungs, ladder, names, dtypes, list(sizes), document["missing"])
+        near = nearest(rungs, ladder, names, dtypes, list(sizes))
+        if shape is None and near not in (None, list(sizes)):
+            document |= {"shape": near, "unrecorded": list(sizes)}
+        return document | recalled(rungs, ladder, names, dtypes, document["shape"], document["missing"])
     folder = records.writable(records.folder(save)) / slug(here.name()) / ladder / "compare"
     with here.alone():
         document |= taken(rungs, names, dtypes, sizes, budget_s)
@@ -230,10 +234,29 @@ def recalled(rungs, ladder: str, names: list[str], dtypes: list[str], shape: lis
             found.append({"machine": machine, "file": f"{path.parent.parent.name}/{ladder}/ladder.json",
                           "of_another_version": old, "rows": rows})  # fmt: skip
     if not found:
-        raise MissingError(f"nothing can be measured here, and no record has {ladder} at {shape}: {why}")
+        near = nearest(rungs, ladder, names, dtypes, shape)
+        other = f"; --shape {','.join(map(str, near))} was recorded elsewhere" if near else ""
+        raise MissingError(f"nothing can be measured here, and no record has {ladder} at {shape}: {why}{other}")
     nothing = {"ms": None, "tflops": None, "percent_peak": None, "ratio_to_baseline": {}, "peak_mb": None}
     stages = [{"stage": n, "dtype": d, "shape": shape, **nothing} for n, d in zip(names, dtypes, strict=True)]
     return {"stages": stages, "baselines": [], "pairs": [], "machine": None, "recorded": found}
+
+
+def nearest(rungs, ladder: str, names: list[str], dtypes: list[str], shape: list[int]) -> list[int] | None:
+    """The recorded shape with a time of most of the named rungs, of those the least far in factors of sizes."""
+    wanted = {(rung(n), d) for n, d in zip(names, dtypes, strict=True) if rung(n) in rungs.STAGES}
+    timed = {}
+    for path in sorted(records.folder().glob(f"*/{ladder}/ladder.json")):
+        for row in json.loads(path.read_text("utf-8"))["rows"]:
+            if row.get("ms"):
+                timed.setdefault(tuple(row["shape"]), set()).add((row["stage"], row["dtype"]))
+
+    def far(sizes):
+        factors = ((a + 1) / (b + 1) for a, b in zip(sizes, shape, strict=True))
+        return len(wanted - timed[sizes]), sum(abs(math.log(factor)) for factor in factors)
+
+    found = min((sizes for sizes in timed if wanted & timed[sizes]), key=far, default=None)
+    return found and list(found)
 
 
 def result(document: dict) -> list:
@@ -244,6 +267,9 @@ def result(document: dict) -> list:
     if document["missing"]:
         shown += ["", measured_table(document["stages"], unit), ""]
         shown.append(f"not measured here: {document['missing']}")
+        if "unrecorded" in document:
+            own = " x ".join(map(str, document["unrecorded"]))
+            shown.append(f"the ladder's own shape, {own}, was not recorded: shown is the nearest that was")
         for record in document["recorded"]:
             shown += ["", show.heading(f"recorded on {record['machine']} (reports/{record['file']})")]
             shown.append(measured_table(record["rows"], unit))
@@ -264,7 +290,7 @@ def measured_table(rows: list[dict], unit: str):
     base = next((name for row in rows for name in row.get("ratio_to_baseline") or {}), None)
     laid = show.table("", "ms", "spread", unit, "% peak", f"÷ {base or 'baseline'}", "max error", "MB")
     for row in rows:
-        name = Path(row["stage"]).name if row["stage"].endswith(".py") else row["stage"]
+        name = Path(row["stage"]).name
         name += f" {row['dtype']}" if several else ""
         if not row.get("ms"):
             laid.add_row(name, *["n/a"] * 7)
@@ -400,7 +426,10 @@ def occupied(call, name: str, threads: int, shared: int) -> dict:
 
 
 def compiled(rungs, stage: str, name: str, value: str, row: dict, missing: str) -> None:
-    """Fill a row with what NVRTC alone can tell: registers a thread. Raises MissingError where it is not installed."""
+    """Fill a row with what NVRTC alone can tell, the most of any kernel: registers a thread, and bytes that it spills.
+
+    Raises MissingError where NVRTC is not installed.
+    """
     from common import cuda
 
     module = source_of(kl.variant(rungs, rung(stage), **{name: int(value)}))
@@ -408,7 +437,8 @@ def compiled(rungs, stage: str, name: str, value: str, row: dict, missing: str) 
         raise MissingError(f"{stage} can't be swept here: {missing}")
     try:
         kernels = cuda.compile(module["SOURCE"], module["OPTIONS"], module["ARCHS"][-1]).kernels
-        row["registers"] = max(used.registers for used in kernels.values())
+        for used in ("registers", "spills"):
+            row[used] = max(getattr(kernel, used) for kernel in kernels.values())
     except cuda.MissingCompiler as error:
         raise MissingError(f"{missing}; {error}") from error
     except cuda.CUDAError as error:
@@ -421,7 +451,7 @@ def render(document: dict) -> list:
     gpu = any("registers" in row for row in document["rows"])
     scale = 1e3 if document["unit"] == "GFLOP/s" else 1.0
     head = [document["constant"], "ms", "spread", document["unit"], "of the best", "max error"]
-    laid = show.table(*head, *(["registers", "occupancy"] if gpu else []))
+    laid = show.table(*head, *(["registers", "spilled" if document["missing"] else "occupancy"] if gpu else []))
     for row in document["rows"]:
         cells = ["n/a"] * 5 if not row["wrong"] else ["–"] * 4 + ["wrong"]
         if row["ms"]:
@@ -429,10 +459,13 @@ def render(document: dict) -> list:
             cells = [show.number(ms["median"]), show.spread(ms), show.number(row["tflops"] * scale),
                      show.times(ms["median"] / min(timed)), f"{row['max_abs']:.1e}"]  # fmt: skip
         if gpu:
-            cells += [str(row.get("registers", "n/a")), show.number(row.get("occupancy_percent"), " %")]
+            spilled = f"{row['spills']:,} B" if "spills" in row else "–"
+            last = spilled if document["missing"] else show.number(row.get("occupancy_percent"), " %")
+            cells += [str(row.get("registers", "n/a")), last]
         laid.add_row(str(row["value"]), *cells)
     shown = [f"{document['stage']} at {' x '.join(map(str, document['shape']))}, {document['dtype']}", "", laid]
     shown += [f"{document['constant']} = {row['value']}: {row['wrong']}" for row in document["rows"] if row["wrong"]]
     if document["missing"]:
-        return [*shown, f"compiled only, not run: {document['missing']}"]
+        most = "registers and spills are the most of any of its kernels; " if gpu else ""
+        return [*shown, f"{most}compiled only, not run: {document['missing']}"]
     return [*shown, show.dim(footer(document["machine"]))]

@@ -6,6 +6,7 @@ bounds and the layouts, not the copies and barriers: tests/test_attention_gpu.py
 
 import importlib
 import itertools
+import json
 import math
 import re
 import sys
@@ -300,6 +301,22 @@ def test_without_a_gpu_one_sentence_says_so(words, code, told):
     done = lesson(*words, **NO_GPU)
     assert done.returncode == code
     assert told in one_sentence(done)
+
+
+def test_without_a_gpu_the_nearest_recorded_shape_stands_in_for_the_ladders_own():
+    words = ("compare", "attention_backward/skip", "attention_backward/hopper")
+    told = " ".join(lesson(*words, **NO_GPU).stdout.decode().split())
+    assert "4 x 32 x 32 x 4096 x 4096 x 64 x 1 x 0, was not recorded: shown is the nearest that was" in told
+    found = json.loads(lesson(*words, "--json", **NO_GPU).stdout)
+    nearest = [2, 32, 32, 8192, 8192, 64, 1, 0]
+    assert found["shape"] == nearest and found["unrecorded"] == [4, 32, 32, 4096, 4096, 64, 1, 0]
+    assert {tuple(row["shape"]) for row in found["recorded"][0]["rows"]} == {tuple(nearest)}
+
+
+def test_without_a_gpu_a_shape_of_ones_own_is_not_replaced_but_the_nearest_is_named():
+    done = lesson("compare", "attention_backward/skip", "attention_backward/hopper", "--shape", "4096,128", **NO_GPU)
+    assert done.returncode == 4
+    assert "--shape 2,16,16,8192,8192,128,1,0 was recorded elsewhere" in done.stderr.decode()
 
 
 @pytest.mark.parametrize("n, ladder", [(4096, "attention"), (8192, "attention_backward")])

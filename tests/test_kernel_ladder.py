@@ -106,7 +106,7 @@ def test_compare_judges_each_step_by_pairs_of_equal_count(compared):
 def test_compare_tells_the_idea_the_code_and_the_numbers(folder):
     words = ("compare", "gemm_cpu/tiled", "gemm_cpu/contiguous", "--shape", "200", "--save", folder / "told")
     told = lesson(*words, COLUMNS="80").stdout.decode()
-    order = ["The loops in another order", "Idea", "Expect", "Moved: ", "checked against float64", "GFLOP/s", "numpy",
+    order = ["The loops in another order", "Idea", "Expect", "Changed: ", "checked against float64", "GFLOP/s", "numpy",
              "gemm_cpu/contiguous is faster than", "one thread"]  # fmt: skip
     flat = " ".join(told.split())
     at = [flat.index(word) for word in order]
@@ -217,7 +217,9 @@ def test_a_sweep_without_a_gpu_compiles():
     too_much = json.loads(lesson("sweep", "gemm/coarsened", "COARSE=4000", "--json", **NO_GPU).stdout)["rows"][0]
     assert too_much["wrong"].startswith("does not compile")
     told = lesson("sweep", "gemm/coarsened", "COARSE=2", **NO_GPU).stdout.decode()
-    assert "registers" in told and "compiled only, not run: CuPy" in told
+    assert "registers" in told and "compiled only, not run: CuPy" in " ".join(told.split())
+    kept, spilt = json.loads(lesson("sweep", "attention/flash", "TILE_K=64,128", "--json", **NO_GPU).stdout)["rows"]
+    assert kept["spills"] == 0 < spilt["spills"]
 
 
 def test_a_sweep_with_nothing_to_compile_by_says_so(monkeypatch):
