@@ -2,7 +2,8 @@
 
 A matrix is cut in one of two ways. By rows, where every block has the whole input: a block has tiles of 16 rows, and
 each of its warps some of their k's. By columns, where a block has made a part of the input itself: the block has those
-k's of every row, and each of its warps 16 rows of every 256.
+k's of every row, or of a share of the rows where other blocks have made the same (a head's values), and each of its
+warps 16 rows of every 256.
 
 A unit is 16 rows x 16 k's, as `mma.m16n8k32` takes two of: lane 4 g + c holds rows g and g + 8 of k's 4 c to 4 c + 3. A
 share is the units that a warp multiplies together. Weights are scale * q + offset, with q an integer. Formats:

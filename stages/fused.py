@@ -6,8 +6,9 @@ Was     A graph's kernel asks for its weights when it starts, and it starts when
 Change  One block a processor stays for the whole token. Each of its warps has a stream of weights of its own, in the
         order in which it multiplies them, and a ring in shared memory: what it has read it replaces at once by what
         comes next, whatever phase that is. A block keeps what only it has made: what a head sees is multiplied by
-        its columns of the output projection, and SwiGLU's values by their columns of down. Only sums are exchanged,
-        three times a layer, as words that say themselves whether they are complete: there is no barrier.
+        its columns of the output projection, and SwiGLU's values by their columns of down. Three times a layer blocks
+        exchange something, q, k and v or a sum, as words that say themselves whether they are complete: there is no
+        barrier. Only where a long context is shared out among a head's blocks is there a fourth time.
 Expect  A token takes the time to read all weights or, where that is longer, three exchanges a layer, each of which is
         two trips to the L2 cache and what a block does between the last word it needs and the first that it sends.
 """
@@ -60,7 +61,7 @@ WIDE = 1024  # threads of rms_norm, so that a row is all on its way at once
 FEW = 64  # tokens of a tile where there are no more, and
 MANY = 128  # where there are: a weight read serves up to so many
 STAGES = 3  # slots in matmul's ring: two on their way while one is multiplied
-KEPT = 16  # graphs at most: of a step, and of the prompt lengths met last
+KEPT = 16  # graphs at most: the prompt length captured first goes
 PARTS = 8  # blocks at most that share out the k's of one tile
 HEADS = (64, 128)  # head sizes that attention is compiled for
 BLOCKS = 128  # at most of a token's kernel, one a processor: a number that divides what models have of most things

@@ -2,7 +2,7 @@
 
 Idea    What the host does for a token is always the same: so let the GPU's own front end do it.
 Was     A token took two hundred launches, each longer for the host than its kernel for the GPU; and its matmuls used
-        one of the sixteen columns they computed.
+        one of the 64 columns they computed.
 Change  A step is captured once into a CUDA graph: position and token are read from the GPU's memory, and the next token
         is chosen there, so that the next step can be queued before the host has seen this one's logits. Kernels for
         one token: norm, SwiGLU and residual live inside, attention is split by position, and a kernel's blocks may come
@@ -54,7 +54,7 @@ WIDE = 1024  # threads of rms_norm, so that a row is all on its way at once
 FEW = 64  # tokens of a tile where there are no more, and
 MANY = 128  # where there are: a weight read serves up to so many
 STAGES = 3  # slots in matmul's ring: two on their way while one is multiplied
-KEPT = 16  # graphs at most: of a step, and of the prompt lengths met last
+KEPT = 16  # graphs at most: the prompt length captured first goes
 PARTS = 8  # blocks at most that share out the k's of one tile
 HEADS = (64, 128)  # head sizes that attention is compiled for
 # Tiles of 16 rows that a block of each kernel for one token multiplies, and its warps, which share out their k's

@@ -8,7 +8,7 @@ Change  Weights are packed at load as tensor cores take them. A thread block mul
         on tiles too: 64 tokens look at 64 keys at a time. Activations and cache are FP16, sums are FP32.
 Expect  A prompt takes what the tensor cores take, no longer what unpacking takes: each weight is unpacked once for a
         tile of tokens. A short prompt is bound by reading the weights and by launches, of which fewer are left. A
-        single token gains little: fifteen of sixteen columns multiply nothing.
+        single token gains little: 63 of 64 columns multiply nothing.
 """
 
 from dataclasses import replace
