@@ -330,10 +330,8 @@ def stacked(passes: list[dict], metric: str) -> Plot:
         caption += " “launches, waits” is what passes while no kernel runs."
     alone = [o["stage"] for o in passes if o["alone"]]
     if alone:
-        caption += (
-            f" Of {', '.join(alone)} the records hold kernels timed one by one: what lies between them in a run is "
-        )
-        caption += "not counted, nor that some overlap there."
+        caption += f" Of {', '.join(alone)} the records hold kernels, or phases of one, timed by themselves: they "
+        caption += "do not add up to the time of a run."
     rows = [(v["stage"], v["op"], v["ms"], v["percent"]) for v in values]
     spec = layered(values, layers, 36 * len(stages), legend=len(kept))
     return Plot(f"ops-{metric}", f"Time per op, {what}", caption, spec, ("stage", "op", "ms", "share"), rows)
@@ -438,7 +436,7 @@ CURVES = {  # by setting: title, the axis, what the caption says of the bound, a
     "depth": ("A token's time by what lies before it", "tokens before those that are timed",
               "The red line is the least bound of a stage there.", "lesson sweep kv_cache depth=0,512,1024"),
     "threads": ("A token's time by threads", "threads", "The red line is the least bound of a stage there.",
-                "lesson sweep quantized threads=1,2"),
+                "lesson sweep threads threads=1,2"),
 }  # fmt: skip
 
 
@@ -533,6 +531,11 @@ def prediction(place: Place) -> Plot | Absent:
     return Plot("prediction", "Prediction against result", caption, spec, columns, rows)
 
 
+def type_name(dtype: str) -> str:
+    """'float16' -> 'FP16', 'bfloat16' -> 'BF16'."""
+    return dtype.replace("bfloat", "BF").replace("float", "FP")
+
+
 def kernels(place: Place, name: str) -> Plot:
     """A kernel ladder's rungs and baselines by rate, under the machine's peak."""
     rows = report.kernel_rows(place, name)
@@ -543,11 +546,11 @@ def kernels(place: Place, name: str) -> Plot:
     rows = [r for r in rows if r["tflops"] and r["stage"] not in bounds]
     values = []
     for r in rows:
-        title = r["stage"] + (f" {r['dtype'].replace('float', 'FP')}" if len(types) > 1 else "")
+        title = r["stage"] + (f" {type_name(r['dtype'])}" if len(types) > 1 else "")
         values.append({"stage": title, "rate": r["tflops"] * factor, "ms": show.number(r["ms"]["median"]),
                        "label": f"{show.number(r['tflops'] * factor)} {unit}", "kind": "stage" if r["stage"] in rungs
                        else "peer"})  # fmt: skip
-    peaks = [{"peak": peak * factor, "label": f"peak, {kind.replace('float', 'FP')}"}
+    peaks = [{"peak": peak * factor, "label": f"peak, {type_name(kind)}"}
              for kind, peak in place.kernels[name]["peak_tflops"].items() if kind in types]  # fmt: skip
     domain = at([v["rate"] for v in values] + [p["peak"] for p in peaks])
     far = f"datum.rate > {math.sqrt(domain[0] * domain[1])}"

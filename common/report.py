@@ -576,11 +576,12 @@ def kernel_rows(place: Place, name: str) -> list[dict]:
 
 
 def shape_text(name: str, shape: list[int]) -> str:
-    """'512 × 512 × 512', or with the names that a ladder gives its axes, 'B 4, H 32, …'."""
+    """'512 × 512 × 512', or with the names that a ladder gives its axes, 'B 4, H 32, …, causal'."""
     axes = getattr(importlib.import_module(f"stages.{name}"), "AXES", None)
     if axes is None or len(axes) != len(shape):
         return " × ".join(map(str, shape))
-    return ", ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
+    named = ((axis, size) for axis, size in zip(axes, shape, strict=True) if size or axis.isupper())
+    return ", ".join(f"{axis} {size}" if axis.isupper() else axis for axis, size in named)  # causal or padded: yes, no
 
 
 def kernel_rungs(name: str) -> list[str]:

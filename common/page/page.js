@@ -103,7 +103,8 @@ function kernels(a, b) {
     if (left.stage === a && right.stage === b && left.at === right.at)
       found.push({ at: left.at, type: left.dtype === right.dtype ? left.dtype : left.dtype + ", " + right.dtype,
                    a: left.ms, b: right.ms, ratio: left.ms / right.ms, fast: right.tflops });
-  return found.sort((p, q) => q.a - p.a);
+  const same = (r) => !r.type.includes(","), alone = (r) => !found.some((q) => same(q) && q.at === r.at);
+  return found.filter((r) => same(r) || alone(r)).sort((p, q) => q.a - p.a);
 }
 
 function table(head, rows) {
