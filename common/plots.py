@@ -59,7 +59,8 @@ def plots(place: Place) -> list[Plot | Absent]:
     if not found:
         found = [Absent("climb", "The climb: `lesson compare --all` measures the ladder on this machine.")]
     found += [roofline(place), *ops(place), gaps(place), lengths(place)]
-    found += [curve(place, "depth"), curve(place, "threads"), prediction(place)]
+    on_gpu = any(run.stage in GPU for run in place.runs)  # whose stages use one thread of the host
+    found += [curve(place, setting) for setting in CURVES if setting != "threads" or not on_gpu] + [prediction(place)]
     found += [kernels(place, name) for name in place.kernels]
     return [one if isinstance(one, Absent) else full(one) for one in found]
 

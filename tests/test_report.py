@@ -241,3 +241,15 @@ def test_every_plot_of_every_machine_has_values_and_a_table(places):
             if isinstance(plot, plots.Plot):
                 assert plot.rows and all(len(row) == len(plot.columns) for row in plot.rows), plot.name
                 assert plot.caption and plot.title and json.dumps(plots.for_page(plot), allow_nan=False)
+
+
+def test_a_shape_of_attention_names_its_mask_in_words():
+    assert report.shape_text("attention", [8, 16, 16, 2048, 2048, 128, 1, 0]) == (
+        "B 8, H 16, G 16, Q 2048, K 2048, D 128, causal"
+    )
+    assert report.shape_text("attention", [1, 1, 1, 5, 3, 64, 0, 1]).endswith("D 64, padded")
+    assert report.shape_text("gemm", [512, 512, 512]) == "512 × 512 × 512"
+
+
+def test_types_are_called_as_the_field_calls_them():
+    assert [plots.type_name(t) for t in ("float16", "bfloat16", "int8")] == ["FP16", "BF16", "int8"]
