@@ -162,7 +162,7 @@ function showNumbers(a, b) {
   if (!place.children.length) {
     const alike = a.split("/").slice(0, -1).join() === b.split("/").slice(0, -1).join();
     const said = element("p", alike ? `No record of ${machine} has both at one shape. ` : "These are of two ladders: nothing times one against the other.");
-    if (alike) said.append(element("code", `lesson compare ${a} ${b}`), " makes one.");
+    if (alike) said.append(element("code", `lesson compare ${a} ${b}`), " makes one where both can run.");
     const others = [...$("machine").options].filter((one) => shared(a, b, one.value).length).map((one) => one.text);
     if (others.length) said.append(` Choose ${others.join(" or ")} above to see one.`);
     place.append(said);
