@@ -84,8 +84,7 @@ def _launch_early(function: int, blocks: int, threads: int, args: tuple, shared:
     pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
     stream = cupy.cuda.get_current_stream().ptr
     config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.addressof(_EARLY), 1)
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    if error := launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None):
+    if error := _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None):
         raise CUDAError(f"cuLaunchKernelEx answered {error} for {blocks} blocks of {threads} threads")
 
 
@@ -279,9 +278,7 @@ def trim(out, n: int):
 
 
 @functools.cache
-def _driver():
-    import ctypes
-
+def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -293,8 +290,6 @@ def tensor_map(a, box: tuple[int, int], columns: int):
     many columns of `a` hold data. Elements outside come back as zeros. Source: CUDA driver API,
     cuTensorMapEncodeTiled.
     """
-    import ctypes
-
     import numpy
 
     place = numpy.zeros(192, numpy.uint8)  # the driver wants 64-byte alignment, which numpy does not promise

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common import attention_picture, figures, roofline
+from common import attention_picture, roofline
 from common import kernel_ladder as kl
 from stages.attention import square
 from tests.attention_sanitized import RUNGS as RAN
@@ -226,24 +226,3 @@ def test_the_transformers_verdict_follows_from_its_losses():
         most = [2 * x for x in first_and_mean("sdpa, math")]
         assert run["within_tolerance"] and all(x <= y for x, y in zip(first_and_mean(name), most, strict=True))
         assert run["as_sdpa_with_its_weights"] == 15
-
-
-@pytest.mark.parametrize(("ladder", "stage"), RUNGS)
-def test_a_chapter_has_its_parts_and_quotes_the_record(ladder, stage):
-    from tests.test_kernel_records import PARTS
-
-    path = Path(LADDERS[ladder].__file__).parent / f"{stage}.md"
-    text = path.read_text()
-    assert re.findall(r"^## (.*)$", text, re.M) == PARTS
-    assert text.count("<details>") == 3
-    assert len(figures.FIGURE.findall(text)) >= 5
-    assert figures.figures(text, REPORTS / ladder) == text
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
-        assert (path.parent / picture).read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize("ladder", LADDERS)
-def test_the_overview_quotes_the_record(ladder):
-    text = (Path(LADDERS[ladder].__file__).parent / "README.md").read_text()
-    assert len(figures.FIGURE.findall(text)) > 100
-    assert figures.figures(text, REPORTS / ladder) == text

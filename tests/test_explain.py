@@ -223,10 +223,9 @@ def test_a_stress_doubles_one_resource_and_holds_the_other(kernels, stage, tiny)
     for kernel in kernels[stage].values():
         kernel(x, w, w, np.float32(0), 0)
     plain, compute, loads = (per_multiply_add(kernels[stage][kind], stage) for kind in (None, *KINDS))
-    rate = plain["multiply_adds"] / plain["loads"]
-    assert compute["multiply_adds"] / compute["loads"] == pytest.approx(2 * rate, rel=0.2)
-    more = rate / (loads["multiply_adds"] / loads["loads"])
-    assert 1.35 < more < 2.3  # x is loaded once as before, the weight twice; a constant may be loaded again as well
+    rate, twice, more = (f["multiply_adds"] / (f["loads"] - f["stack"]) for f in (plain, compute, loads))  # of arrays
+    assert twice == pytest.approx(2 * rate, rel=0.2)
+    assert 1.35 < rate / more < 2.1  # x is loaded once as before, the weight twice
 
 
 @pytest.mark.parametrize("quant", ["q4_1", "q8_0", "f16"])

@@ -8,6 +8,7 @@ import pytest
 from common import kernel_ladder as kl
 from stages import int8
 from tests.helpers import rounded_exactly
+from tests.test_gemm_gpu import gpu  # noqa: F401  the fixture skips where there is no GPU
 
 pytestmark = pytest.mark.gpu
 RUNGS = ("absmax", "outliers", "tensor_core")
@@ -22,16 +23,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def gpu():
-    cupy = pytest.importorskip("cupy")
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        pytest.skip("no GPU here")
-    return cupy
-
-
 @pytest.mark.parametrize("stage", int8.STAGES)
 def test_a_rung_is_right_on_odd_shapes(stage):
     for i, shape in enumerate(int8.ODD_SHAPES):
@@ -40,7 +31,7 @@ def test_a_rung_is_right_on_odd_shapes(stage):
 
 
 @pytest.mark.parametrize("stage", RUNGS)
-def test_a_rung_rounds_as_the_arithmetic_says(gpu, stage):
+def test_a_rung_rounds_as_the_arithmetic_says(gpu, stage):  # noqa: F811
     module = importlib.import_module(f"stages.int8.{stage}")
     for seed, shape in enumerate(SHAPES):
         x, w, b, seen = int8.inputs(shape, "int8", seed)
@@ -53,7 +44,7 @@ def test_a_rung_rounds_as_the_arithmetic_says(gpu, stage):
         assert (abs(out - exact) <= allowed).all(), (shape, abs(out - exact).max())
 
 
-def test_nan_and_infinity_are_not_swallowed(gpu):
+def test_nan_and_infinity_are_not_swallowed(gpu):  # noqa: F811
     for stage in RUNGS:
         module = importlib.import_module(f"stages.int8.{stage}")
         for tokens in (1, 9, 40):
