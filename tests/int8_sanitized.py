@@ -2,7 +2,7 @@
 
 Memory comes from CUDA itself, since an overrun inside CuPy's pool is none to the sanitizer. With `planted` a layer says
 that it has a row more than it has, with `race` a kernel lacks a barrier: each must be found, or finding nothing means
-nothing.
+nothing. CuPy's own kernels are not ours to judge: `--kernel-regex-exclude kns=cupy_`.
 """
 
 import importlib

@@ -150,8 +150,8 @@ def measured(device, steps: int = STEPS) -> dict:
             row = {"layers": kind, "output_projection": project}
             try:
                 row |= told(rounded(model, seen, kind, project, rung), asked, wanted, exact)
-            except ImportError as error:
-                row["error"] = str(error)
+            except (ImportError, RuntimeError) as error:  # no bitsandbytes, or cuBLAS under it refuses a shape
+                row["error"] = str(error).splitlines()[0]
             rows.append(row)
             print({name: value for name, value in row.items() if name != "translations"}, flush=True)
     from stages.int8 import outliers
