@@ -120,9 +120,9 @@ def types(rungs, stages: list[str]) -> list[str]:
 def compare(names: list[str], shape: str | None, budget_s: float, save: str | None = None) -> dict:
     """Check and time rungs and baselines in turns, and judge each rung against the one before it. -> the document.
 
-    Without the ladder's device, times are None and `recorded` holds another machine's; where the ladder's own shape was
-    not recorded, `shape` is the nearest that was and `unrecorded` the ladder's own. Raises WrongError where a rung is
-    wrong, MissingError where there is neither device nor record.
+    Without the ladder's device, times are None and `recorded` holds another machine's; where not all were recorded at
+    the ladder's own shape, `shape` is the nearest that was and `unrecorded` the ladder's own. Raises WrongError where
+    a rung is wrong, MissingError where there is neither device nor record.
     """
     ladder = ladder_of(names)
     rungs = kl.ladder(ladder)
@@ -269,7 +269,9 @@ def result(document: dict) -> list:
         shown.append(f"not measured here: {document['missing']}")
         if "unrecorded" in document:
             own = " x ".join(map(str, document["unrecorded"]))
-            shown.append(f"the ladder's own shape, {own}, was not recorded: shown is the nearest that was")
+            shown.append(
+                f"the ladder's own shape, {own}, was not recorded for all of these: shown is the nearest that was"
+            )
         for record in document["recorded"]:
             shown += ["", show.heading(f"recorded on {record['machine']} (reports/{record['file']})")]
             shown.append(measured_table(record["rows"], unit))

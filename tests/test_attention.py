@@ -304,24 +304,25 @@ def test_without_a_gpu_one_sentence_says_so(words, code, told):
 
 
 def test_without_a_gpu_the_nearest_recorded_shape_stands_in_for_the_ladders_own():
-    words = ("compare", "attention_backward/skip", "attention_backward/hopper")
+    """stored is too slow at 4096."""
+    words = ("compare", "attention_backward/stored", "attention_backward/recomputed")
     told = " ".join(lesson(*words, **NO_GPU).stdout.decode().split())
-    assert "4 x 32 x 32 x 4096 x 4096 x 64 x 1 x 0, was not recorded: shown is the nearest that was" in told
+    assert "4 x 32 x 32 x 4096 x 4096 x 64 x 1 x 0, was not recorded for all of these: shown is the nearest" in told
     found = json.loads(lesson(*words, "--json", **NO_GPU).stdout)
-    nearest = [2, 32, 32, 8192, 8192, 64, 1, 0]
+    nearest = [16, 32, 32, 1024, 1024, 64, 1, 0]
     assert found["shape"] == nearest and found["unrecorded"] == [4, 32, 32, 4096, 4096, 64, 1, 0]
     assert {tuple(row["shape"]) for row in found["recorded"][0]["rows"]} == {tuple(nearest)}
 
 
 def test_without_a_gpu_a_shape_of_ones_own_is_not_replaced_but_the_nearest_is_named():
-    done = lesson("compare", "attention_backward/skip", "attention_backward/hopper", "--shape", "4096,128", **NO_GPU)
+    done = lesson("compare", "attention_backward/skip", "attention_backward/hopper", "--shape", "5000,128", **NO_GPU)
     assert done.returncode == 4
-    assert "--shape 2,16,16,8192,8192,128,1,0 was recorded elsewhere" in done.stderr.decode()
+    assert "--shape 4,16,16,4096,4096,128,1,0 was recorded elsewhere" in done.stderr.decode()
 
 
-@pytest.mark.parametrize("n, ladder", [(4096, "attention"), (8192, "attention_backward")])
-def test_without_a_gpu_the_record_is_shown(n, ladder):
-    done = lesson("compare", f"{ladder}/skip", f"{ladder}/hopper", "--shape", n, **NO_GPU)
+@pytest.mark.parametrize("ladder", ["attention", "attention_backward"])
+def test_without_a_gpu_the_record_is_shown(ladder):
+    done = lesson("compare", f"{ladder}/skip", f"{ladder}/hopper", **NO_GPU)
     here, there = done.stdout.decode().split(f"recorded on NVIDIA H200 (reports/nvidia-h200/{ladder}/ladder.json)")
     assert "not measured here" in here and "sdpa_cudnn" in there and "another version" not in there
 
