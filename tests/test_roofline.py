@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import roofline
+from common import records, roofline
+from common.job import prepare
 from common.machine import GB, KB, MB, Cache, Machine, Walk
 from common.roofline import Work
 from common.stage import source_path
@@ -266,6 +267,23 @@ def test_a_row_above_its_roof_is_an_error_not_a_number():
         roofline.plausible(Work(10**9, 100), 9.0, MACHINE)
     with pytest.raises(roofline.AccountingError, match="clock"):
         roofline.plausible(w, 0.0, MACHINE)
+
+
+def test_tokens_are_held_against_their_roof_by_their_mean(tiny):
+    """A row that was fetched late leaves none to wait for, where the next step was queued ahead."""
+    job = prepare(str(tiny), ids="1,2,3")
+    weights = roofline.bytes_read("graph", job.gguf)
+    token = roofline.total(roofline.work(job.gguf.config, 1, 5, weights, kept=2))
+    bound = roofline.bound_ms(token, MACHINE)
+
+    def run(*gaps):
+        sample = SimpleNamespace(ttft_ms=1e6, gaps_ms=[bound * gap for gap in gaps])
+        records.within_roof(job, "graph", [sample], MACHINE)
+
+    run(2.5, 0.01, 1.2)
+    run()
+    with pytest.raises(roofline.AccountingError, match="what this machine can do"):
+        run(0.9, 0.9, 0.9)
 
 
 def test_a_stride_of_a_power_of_two_uses_few_cache_sets():
