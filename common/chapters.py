@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common import catalog, diff, figures, pictures, show
 from common.figures import REPORTS, ROOT
-from common.stage import FOLDER, GENERAL, LADDER, source_path
+from common.stage import FOLDER, GENERAL, LADDER, PEERS, source_path
 
 PART = re.compile(r"(<!-- (\w+)((?: [^\s>]+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -134,14 +134,18 @@ def runs(document: dict) -> int:
 
 
 def ladder(path: Path, *records: str) -> str:
-    """Every stage with its idea, and what it took: in a comparison, or (a folder) as each stage's own record has it."""
+    """Every stage with its idea, and what it took: in a comparison, or (a folder) as each stage's own record has it.
+
+    A peer that was recorded beside them is the last row.
+    """
     columns = [folder_columns(record) if (REPORTS / record).is_dir() else columns_of(record) for record in records]
     head = ["stage", "the one idea", *(title for titles, _, _ in columns for title in titles)]
     rows = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
-    for stage in catalog.document()["stages"]:
-        name = stage["name"]
+    stages = [(s["name"], f"[{s['name']}](stages/{s['name']}.md)", s["idea"]) for s in catalog.document()["stages"]]
+    peers = [(p, p, "another engine, on the same file") for p in PEERS if any(p in cells for _, cells, _ in columns)]
+    for name, link, idea in stages + peers:
         cells = [cell for titles, cells, _ in columns for cell in cells.get(name, ["–"] * len(titles))]
-        rows.append("| " + " | ".join([f"[{name}](stages/{name}.md)", stage["idea"], *cells]) + " |")
+        rows.append("| " + " | ".join([link, idea, *cells]) + " |")
     return "\n".join([*rows, "", "  \n".join(f"{line}." for _, _, line in columns)])
 
 
@@ -164,7 +168,7 @@ def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
     shapes, cells, line, notes = ("pp512", "tg128"), {}, "", []
     for path in sorted((REPORTS / folder).glob("*.json")):
         record = figures.record(f"{folder}/{path.stem}")
-        if path.stem in LADDER and folder.startswith(f"{record['machine']['slug']}/"):
+        if path.stem in (*LADDER, *PEERS) and folder.startswith(f"{record['machine']['slug']}/"):
             mark = "†" if record.get("note") else ""
             cells[path.stem] = [cell(record["rows"], shape) + mark for shape in shapes]
             notes += [f". † {path.stem}: {record['note']}"] if mark else []

@@ -45,6 +45,14 @@ def test_the_ladder_takes_a_column_from_each_stages_own_record():
     assert "NVIDIA H200" in rows[-1]
 
 
+def test_a_peer_recorded_beside_the_stages_is_the_ladders_last_row():
+    *_, last, _, _ = chapters.ladder(FOLDER, "nvidia-h200/llm").splitlines()
+    ms = json.loads((chapters.REPORTS / "nvidia-h200/llm/llama.cpp.json").read_text())["ms"]
+    name, _, *cells = last.strip("| ").split(" | ")
+    assert name == "llama.cpp"
+    assert [float(cell) for cell in cells] == pytest.approx([ms["pp512"], ms["tg128"]], rel=0.01)
+
+
 def test_what_a_record_notes_of_its_times_stands_beside_them(monkeypatch):
     read = chapters.figures.record
 
