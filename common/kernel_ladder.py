@@ -270,6 +270,8 @@ METRICS = {  # of Nsight Compute's raw page, by the names that a record and a ch
     "gpu__time_duration.sum": "seconds",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "compute_percent",
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory_percent",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "tensor_percent",
+    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed": "exponential_percent",
     "launch__registers_per_thread": "registers",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy_percent",
     "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue_percent",

@@ -203,6 +203,23 @@ def test_the_sanitizer_watched_this_source_and_found_nothing():
     assert found["sources"] == {name: kl.source_digest(LADDERS[p], s) for name in watched for p, s in [name.split("/")]}
 
 
+def test_the_counters_are_of_this_source_and_show_what_the_chapters_say():
+    found = record("attention", "counters")
+    assert found["sources"] == {s: kl.source_digest(LADDERS["attention"], s) for s in ("flash", "skip", "hopper")}
+    rows = {(r["stage"], r["shape"][5]): r for r in found["rows"]}
+    assert [(r["stage"], r["shape"]) for r in found["rows"]] == [
+        (s, [*square(8192, D)]) for D in (64, 128) for s in ("flash", "skip", "hopper")
+    ]
+    for (stage, D), r in rows.items():
+        operations = 4 * D / 4096 * 16  # cycles of tensor core for one of exponential unit, at wgmma's rate
+        longer = r["tensor_percent"] / r["exponential_percent"] / operations
+        assert longer == pytest.approx(1 if stage == "hopper" else 1.5, rel=0.02), (stage, D)
+        assert r["seconds"] * 1e3 == pytest.approx(row("attention", stage, 8192, D)["ms"]["median"], rel=0.05)
+        assert r["dram_bytes_read"] == pytest.approx(3 * 2 * 16384 * 2048, rel=0.05)  # q, k and v, once
+        assert rows["skip", D]["instructions"] < 0.45 * rows["flash", D]["instructions"]
+    assert min(rows["hopper", 64][f"{unit}_percent"] for unit in ("tensor", "exponential")) > 50  # they overlap
+
+
 def test_errors_are_of_this_source_and_close_to_pytorchs():
     """No rung's mean error in FP16 is more than a tenth above PyTorch's."""
     found = record("attention", "errors")
