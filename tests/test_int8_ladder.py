@@ -253,6 +253,16 @@ def test_words_are_compared_from_the_first_on():
     assert _model.words_alike("x", "y") == 0
 
 
+def test_planted_channels_are_counted_beside_the_models_own():
+    plain = np.tile(np.float32([1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 9]), 10)
+    loud = plain.copy()
+    loud[:2] *= _model.FACTOR
+    assert _model.found_beside({"blk.0.attn_q": plain}, {"blk.0.attn_q": loud}) == {
+        "planted": 2, "planted_found": 2, "own": 10, "own_found": 0,
+    }  # fmt: skip
+    assert _model.found_beside({"blk.0.ffn_down": plain}, {"blk.0.ffn_down": loud})["planted"] == 0
+
+
 def test_planted_outliers_cost_absmax_much_and_outliers_little(smollm2):
     model, _, windows, calibrating = _model.opened(smollm2)
     windows, loud = windows[:1], _model.plant(model)

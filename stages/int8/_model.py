@@ -291,6 +291,7 @@ def measured(path, makers: dict, more: bool = True) -> dict:
     }  # fmt: skip
     if not more:
         return found
+    found["planted"]["found"] = found_beside(seen, seen_loud)
     make = partial(rounded, rung="outliers")
     return found | {
         "sigmas": outliers.SIGMAS,
@@ -319,6 +320,23 @@ def share(seen: dict, skip) -> float:
 
     here = [highest for name, highest in seen.items() if not skip(name)]
     return sum(len(outliers.outliers(highest)) for highest in here) / sum(map(len, here))
+
+
+def found_beside(seen: dict, seen_loud: dict) -> dict[str, int]:
+    """How many channels of READERS were planted, how many were outliers before, and how many of each the rule finds."""
+    from stages.int8 import outliers
+
+    found = dict.fromkeys(("planted", "planted_found", "own", "own_found"), 0)
+    for name in (name for name in seen if kind_of(name) in READERS):
+        now = outliers.outliers(seen_loud[name])
+        channels = {
+            "planted": np.flatnonzero(seen_loud[name] > FACTOR / 2 * seen[name]),
+            "own": outliers.outliers(seen[name]),
+        }
+        for which, there in channels.items():
+            found[which] += len(there)
+            found[f"{which}_found"] += len(np.intersect1d(there, now))
+    return found
 
 
 def tried(sigmas: float, model, seen, wanted, windows) -> dict:
