@@ -38,11 +38,12 @@ def together() -> None:
 
 def graphed(calls) -> float:
     """Microseconds of each of several calls, captured one after the other in one graph: the median of REPLAYS."""
-    import cupy
     import torch
 
+    from common.cuda_attention import stream as of_pytorch
+
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream), torch.no_grad():
+    with torch.cuda.stream(stream), of_pytorch(stream), torch.no_grad():
         for call in calls:
             call()
         stream.synchronize()
