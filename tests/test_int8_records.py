@@ -154,3 +154,34 @@ def test_a_translator_says_the_same():
         assert row["words_alike"] >= 0.95 * row["words"] and row["same"] >= 13
         assert halves["kl"] < row["kl"] < theirs["kl"]
         assert row["bytes"] < 0.6 * halves["bytes"]
+
+
+def test_on_a_gpu_a_translator_says_what_fp16_says_where_the_baseline_stops():
+    found = record(GPU, "translate")
+    assert found["rung"] == "tensor_core" and found["right"] >= 8
+    rows = found["rows"]
+    for output in (True, False):
+        row, halves = (of(rows, layers=kind, output_projection=output) for kind in ("int8", "fp16"))
+        assert row["translations"] == halves["translations"]  # what parts from the model parts in FP16
+        assert (row["same"], row["words_alike"]) == (row["of"] - 1, row["words"] - 1)
+        assert halves["kl"] < row["kl"] < 1e-4
+        assert row["bytes"] < 0.6 * halves["bytes"]
+    theirs = of(rows, layers="bitsandbytes", output_projection=True)
+    assert theirs["error"].startswith("cublasLt") and "translations" not in theirs
+    assert of(rows, layers="bitsandbytes", output_projection=False)["translations"] == found["translations"]
+
+
+def test_the_layer_that_was_left_out_stops_above_64_tokens_where_its_outputs_are_no_multiple_of_4():
+    found = record(GPU, "left_out")
+    asked = {(v, t, threshold) for v in (52236, 52239, 52240) for t in (1, 7, 8, 64, 65, 128, 256, 511, 512)
+             for threshold in (0.0, 6.0)}  # fmt: skip
+    assert {(row["V"], row["tokens"], row["threshold"]) for row in found["rows"]} == asked
+    for row in found["rows"]:
+        assert ("error" in row) == (row["V"] % 4 > 0 and row["tokens"] > 64), row
+        if "error" in row:
+            assert "cublasLt ran into an error!" in row["error"] and "failed with status 15" in row["printed"]
+        else:
+            assert row["nmse"] < 1e-3
+    text, machine = (FOLDER / "README.md").read_text(), found["machine"]
+    versions = f"bitsandbytes {machine['bitsandbytes']} (torch {machine['torch'][:4]}, CUDA {machine['cuda_of_torch']})"
+    assert versions in text.replace("\n", " ")
