@@ -9,6 +9,7 @@ import pytest
 from common import chapters, figures
 from common import kernel_ladder as kl
 from stages import int8
+from tests import int8_sanitized
 from tests.helpers import ROOT
 
 FOLDER = Path(int8.__file__).parent
@@ -185,3 +186,17 @@ def test_the_layer_that_was_left_out_stops_above_64_tokens_where_its_outputs_are
     text, machine = (FOLDER / "README.md").read_text(), found["machine"]
     versions = f"bitsandbytes {machine['bitsandbytes']} (torch {machine['torch'][:4]}, CUDA {machine['cuda_of_torch']})"
     assert versions in text.replace("\n", " ")
+
+
+def test_the_sanitizer_watched_this_source_and_found_what_was_planted_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(int8, "DEVICE", "gpu", raising=False)
+    found = record(GPU, "sanitizer")
+    assert found["sources"] == {rung: kl.source_digest(int8, rung) for rung in int8_sanitized.RUNGS}
+    runs = {(run["tool"], run["run"]): run for run in found["runs"]}
+    for tool, planted, first in (("memcheck", "planted", "Invalid __global__"), ("racecheck", "race", "Error: Race")):
+        clean, caught = runs.pop((tool, "clean")), runs.pop((tool, planted))
+        assert (clean["exit"], clean["first"]) == (0, None)
+        assert re.search(r"SUMMARY: 0 (errors|hazards)", clean["summary"])
+        assert caught["exit"] and caught["first"].startswith(first)
+    (theirs,) = runs.values()
+    assert "cupy_" in theirs["first"] and "(0 errors" in theirs["summary"]  # a warning, and not of ours
