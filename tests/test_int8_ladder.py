@@ -253,6 +253,17 @@ def test_words_are_compared_from_the_first_on():
     assert _model.words_alike("x", "y") == 0
 
 
+def test_the_loudest_of_one_token_is_one_channel(tiny):
+    model = load_stage("kv_cache").load(open_model(tiny), 16, 1)
+    windows = [[1, 2, 3, 4, 5, 6, 7, 8]]
+    seen = calibration.highest("kv_cache", model, windows)
+    one, many = (_model.loudest(model, seen, some) for some in ([windows[0][:2]], windows))
+    assert {row["kind"] for row in one} == {_model.kind_of(name) for name in seen}
+    assert all(row["channels"] == 1 for row in one)
+    assert all(1 <= row["channels"] <= 7 and row["crest"] > 1 for row in many)
+    assert any(row["channels"] > 1 for row in many)
+
+
 def test_planted_channels_are_counted_beside_the_models_own():
     plain = np.tile(np.float32([1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 9]), 10)
     loud = plain.copy()

@@ -151,9 +151,9 @@ def plant(model, seed: int = 0):
     return model._replace(weights=model.weights._replace(layers=tuple(layers)))
 
 
-def rows(model, windows) -> list[np.ndarray]:
-    """The logits rows (T - 1, V) of each window, in one pass."""
-    stage = calibration.hooked(STAGE)
+def rows(model, windows, see=None) -> list[np.ndarray]:
+    """The logits rows (T - 1, V) of each window, in one pass; see(x, w) is told of every matmul."""
+    stage = calibration.hooked(STAGE, see)
     return [stage.logits(model, stage.forward(model, ids[:-1], 0)) for ids in windows]
 
 
@@ -339,6 +339,36 @@ def found_beside(seen: dict, seen_loud: dict) -> dict[str, int]:
     return found
 
 
+def loudest(model, seen: dict, windows) -> list[dict]:
+    """Where each token's step comes from, by kind of matrix: means over the layers, of what is left without outliers.
+
+    channels: how many are the loudest of some token; crest: the median token's loudest |x| over its root mean square.
+    """
+    from stages.int8 import outliers
+
+    names, tokens = {id(w): name for name, w in calibration.matrices(model.weights).items()}, {}
+
+    def see(x, w):
+        name = names[id(w)]
+        rest = abs(x)  # a copy
+        rest[:, outliers.outliers(seen[name])] = 0
+        tokens.setdefault(name, []).append((rest.argmax(1), rest.max(1) / np.sqrt((rest**2).mean(1))))
+
+    rows(model, windows, see)
+    kinds: dict[str, list] = {}
+    for name, found in tokens.items():
+        at, crests = map(np.concatenate, zip(*found, strict=True))
+        kinds.setdefault(kind_of(name), []).append((len(np.unique(at)), np.median(crests)))
+    return [
+        {
+            "kind": kind,
+            "channels": float(np.mean([n for n, _ in found])),
+            "crest": float(np.mean([c for _, c in found])),
+        }
+        for kind, found in kinds.items()
+    ]
+
+
 def tried(sigmas: float, model, seen, wanted, windows) -> dict:
     """What another threshold keeps and costs."""
     from stages.int8 import outliers
@@ -355,6 +385,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True, help="folder for the record")
     parser.add_argument("--baseline", action="store_true", help="Linear8bitLt instead, as linear8bit.json")
+    parser.add_argument("--loudest", action="store_true", help="where a token's step comes from, as loudest.json")
     parser.add_argument("--ratios", action="store_true", help="outliers by ratio instead, as ratios.json")
     options = parser.parse_args()
     path = sources.resolve("smollm2")
@@ -362,14 +393,21 @@ def main() -> None:
         import bitsandbytes
         import torch
 
-        found = measured(path, {"bitsandbytes": linear8bit}, more=False)
+        name, found = "linear8bit", measured(path, {"bitsandbytes": linear8bit}, more=False)
         found["machine"] |= {"bitsandbytes": bitsandbytes.__version__, "torch": torch.__version__}
     elif options.ratios:
-        found = measured(path, {"outliers": partial(rounded, heard=np.log)}, more=False)
+        name, found = "ratios", measured(path, {"outliers": partial(rounded, heard=np.log)}, more=False)
+    elif options.loudest:
+        from common import kernel_cpu
+
+        model, _, _, windows = opened(path)
+        told = loudest(model, calibration.highest(STAGE, model, windows), windows)
+        tokens = sum(len(ids) - 1 for ids in windows)
+        name, found = "loudest", {"schema": 1, "tokens": tokens, "rows": told, "machine": kernel_cpu.machine()}
     else:
-        found = measured(path, {rung: partial(rounded, rung=rung) for rung in ("absmax", "outliers")})
+        makers = {rung: partial(rounded, rung=rung) for rung in ("absmax", "outliers")}
+        name, found = "quality", measured(path, makers)
     options.save.mkdir(parents=True, exist_ok=True)
-    name = "linear8bit" if options.baseline else "ratios" if options.ratios else "quality"
     (options.save / f"{name}.json").write_text(json.dumps(found, indent=1, default=list) + "\n")
 
 
