@@ -13,6 +13,7 @@ import math
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from common import diff, figures, roofline
@@ -353,17 +354,21 @@ def main(arguments=None) -> int:
         for path in sorted(Path(rungs.__file__).parent.glob("*.md")):
             path.write_text(figures.figures(path.read_text(), options.chapters))
         return 0
-    with device(rungs).alone():
-        record = measured(rungs, options.ladder, options.budget, options.limit)
     if options.save:
         options.save.mkdir(parents=True, exist_ok=True)
-        (options.save / "ladder.json").write_text(json.dumps(record, indent=1) + "\n")
+        begun = options.save / "ladder.unfinished.json"
+    with device(rungs).alone():
+        for record in measured(rungs, options.ladder, options.budget, options.limit):
+            if options.save:
+                begun.write_text(json.dumps(record, indent=1) + "\n")
+    if options.save:
+        begun.replace(options.save / "ladder.json")
     print(table(record["rows"], device(rungs).UNIT))
     return 5 if any(row.get("right") is False for row in record["odd_shapes"] + record["rows"]) else 0
 
 
-def measured(rungs, name: str, budget_ms: float, limit_ms: float) -> dict:
-    """The record of a whole ladder: every rung on odd shapes, then all of them timed at every shape."""
+def measured(rungs, name: str, budget_ms: float, limit_ms: float) -> Iterator[dict]:
+    """The record of a whole ladder: every rung on odd shapes, then all of them timed, as it is after each shape."""
     here = device(rungs)
     odd = [
         check(rungs, stage, shape, dtype, seed=i)
@@ -376,22 +381,22 @@ def measured(rungs, name: str, budget_ms: float, limit_ms: float) -> dict:
         print(f"wrong: {row}", file=sys.stderr)
     print(f"odd shapes: {len(odd) - len(wrong)} of {len(odd)} right", flush=True)
     dtypes = sorted({dtype for dtypes in rungs.STAGES.values() for dtype in dtypes})
-    floor, roof, rows = here.launch_ms(), here.peaks(dtypes), []
-    for dtype in dtypes:
-        for shape in getattr(rungs, "FEWER", {}).get(dtype, rungs.SHAPES):
-            slow = too_slow(rungs, rows, shape, limit_ms)
-            rows += measure(rungs, shape, dtype, roof, floor, budget_ms, slow)
-            print(f"{dtype} {shape} done", file=sys.stderr, flush=True)
-    return {
+    record = {
         "schema": SCHEMA,
         "ladder": name,
         "machine": here.machine(),
         "sources": {stage: source_digest(rungs, stage) for stage in rungs.STAGES},
-        "launch_ms": floor,
-        "peak_tflops": roof,
+        "launch_ms": here.launch_ms(),
+        "peak_tflops": here.peaks(dtypes),
         "odd_shapes": odd,
-        "rows": rows,
+        "rows": [],
     }
+    for dtype in dtypes:
+        for shape in getattr(rungs, "FEWER", {}).get(dtype, rungs.SHAPES):
+            slow = too_slow(rungs, record["rows"], shape, limit_ms)
+            record["rows"] += measure(rungs, shape, dtype, record["peak_tflops"], record["launch_ms"], budget_ms, slow)
+            print(f"{dtype} {shape} done", file=sys.stderr, flush=True)
+            yield record
 
 
 if __name__ == "__main__":

@@ -280,10 +280,23 @@ def test_a_type_may_be_measured_at_fewer_shapes(monkeypatch):
     monkeypatch.setattr(kl, "device", lambda rungs: here)
     monkeypatch.setattr(kl, "check", lambda *args, **kwargs: {"right": True})
     monkeypatch.setattr(kl, "measure", lambda rungs, shape, dtype, *rest: [{"dtype": dtype, "shape": shape}])
-    rows = kl.measured(rungs, "attention_backward", 1.0, 1.0)["rows"]
+    *_, record = kl.measured(rungs, "attention_backward", 1.0, 1.0)
+    rows = record["rows"]
     assert [row["shape"] for row in rows if row["dtype"] == "float16"] == rungs.SHAPES
     assert [row["shape"] for row in rows if row["dtype"] == "bfloat16"] == rungs.FEWER["bfloat16"]
     assert set(rungs.FEWER["bfloat16"]) < set(rungs.SHAPES)
+
+
+def test_a_measurement_that_is_ended_keeps_the_shapes_it_has(monkeypatch, tmp_path):
+    taken = iter([[{"right": True, "shape": (1, 1, 1), "dtype": "float32", "stage": "naive", "absent": "quick"}]])
+    monkeypatch.setattr(kl, "check", lambda *args, **kwargs: {"right": True})
+    monkeypatch.setattr(kl, "measure", lambda *args: next(taken))
+    kept = tmp_path / "ladder.json"
+    kept.write_text("the last whole record")
+    with pytest.raises(RuntimeError, match="StopIteration"):  # at the second shape
+        kl.main(["gemm_cpu", "--save", str(tmp_path)])
+    assert kept.read_text() == "the last whole record"
+    assert len(json.loads((tmp_path / "ladder.unfinished.json").read_text())["rows"]) == 1
 
 
 def test_a_numba_rung_is_known_by_its_code_and_not_by_its_docstring(folder):
