@@ -173,7 +173,8 @@ def folder_columns(folder: str) -> tuple[list[str], dict[str, list[str]], str]:
             cells[path.stem] = [cell(record["rows"], shape) + mark for shape in shapes]
             notes += [f". † {path.stem}: {record['note']}"] if mark else []
             model = f"{show.named(record['model']['name'])} {record['model']['quant']}"
-            line = f"{record['machine']['name']} · {model} · pp512 is TTFT, tg128 ms a token"
+            means = "pp512 is TTFT, tg128 ms a token, each from the stage's own record"
+            line = f"{record['machine']['name']} · {model} · {means}"
     return [f"{model}: {shape} ms" for shape in shapes], cells, line + "".join(notes)
 
 

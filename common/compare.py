@@ -235,10 +235,11 @@ def introduction(names: list[str], ops: tuple[str, ...] = OPS) -> list:
         found = diff.changes(code_path(a), code_path(b))
         for change in found:
             shown += ["", *show.code_diff(change)]
-        moved, inside = [c.name for c in found], diff.constant(code_path(b), "FUSED") or {}
+        moved = [c.name for c in found]
+        before, inside = (diff.constant(code_path(stage), "FUSED") or {} for stage in (a, b))
         same = [op for op in ops if op not in moved and op not in inside]
         kept = f" The same code in both: {' '.join(same)}." if same else ""
-        within = "".join(f" {op} is now inside {where}." for op, where in inside.items())
+        within = "".join(f" {op} is now inside {where}." for op, where in inside.items() if before.get(op) != where)
         shown += ["", f"Changed: {', '.join(moved) or 'nothing'}.{kept}{within}"]
     return shown
 

@@ -417,6 +417,12 @@ def test_a_stage_against_itself(planted):
     assert {pair["expected_ratio"] for pair in document["pairs"]} == {1.0}
 
 
+@pytest.mark.parametrize(("a", "b", "said"), [("resident", "prefill", True), ("graph", "fused", False)])
+def test_an_op_is_told_to_be_inside_another_where_it_goes_there(a, b, said):
+    """fused says so too, of ops that were inside others already in graph."""
+    assert ("silu is now inside swiglu." in compare.introduction([a, b])[-1]) is said
+
+
 def shown(pieces) -> str:
     with (page := show.console()).capture() as caught:
         for piece in pieces:
