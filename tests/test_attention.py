@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from common import cuda_attention
+from common import cuda, cuda_attention
 from common import kernel_commands as commands
 from common import kernel_ladder as kl
 from common.cuda_attention import visible
 from stages import attention, attention_backward
 from stages.attention import Shape
+from tests.attention_faults import BACKWARD_FAULTS, FORWARD_FAULTS, planted
 from tests.helpers import lesson, one_sentence
 
 TILED = [stage for stage in ("flash", "skip") if stage in attention.STAGES]
@@ -46,9 +47,14 @@ def walk(stage: str, block: int, length: int, shape: Shape, tile: int):
 
 
 def tiled(stage: str, q, k, v, lengths, causal, tile_q: int, tile_k: int, fault: str = ""):
-    """out and lse by the tiles that a rung visits, with running maxima and totals, in float64."""
+    """out and lse by the tiles that a rung visits, with running maxima and totals, in float64.
+
+    A maximum rises only where a score exceeds it by more than the rung's SLACK, which is in powers of two.
+    """
     (B, H, Q, D), (G, K) = q.shape, k.shape[1:3]
     shape, tiles = Shape(B, H, G, Q, K, D, causal), -(-Q // tile_q)
+    source = importlib.import_module(f"stages.attention.{stage}").SOURCE
+    slack = float(re.search(r"\bSLACK = ([^;]*);", source)[1]) * math.log(2)
     out, lse = np.full(q.shape, np.nan), np.full((B, H, Q), np.nan)
     for block in range(B * H * tiles):
         b, h = divmod(block // tiles, H)
@@ -61,7 +67,7 @@ def tiled(stage: str, q, k, v, lengths, causal, tile_q: int, tile_k: int, fault:
             score = q[b, h, i] @ k[b, h // (H // G), j].T / math.sqrt(D)
             if j0 + tile_k > whole:
                 score[j[None, :] >= seen[:, None]] = -math.inf
-            higher = np.maximum(most, score.max(1))
+            higher = np.where(score.max(1) > most + slack, score.max(1), most)
             from_ = np.where(higher == -math.inf, 0, higher) if fault != "-inf row" else higher
             keep, weight = np.exp(most - from_), np.exp(score - from_[:, None])
             if fault == "no rescale":
@@ -73,9 +79,10 @@ def tiled(stage: str, q, k, v, lengths, causal, tile_q: int, tile_k: int, fault:
     return out, lse
 
 
-def drawn(shape: Shape, seed: int = 0):
-    """Inputs as float64, lengths, causal; and the exact result."""
+def drawn(shape: Shape, seed: int = 0, times: int = 1):
+    """Inputs as float64, lengths, causal; and the exact result. With queries 16 times as large maxima rise late."""
     q, k, v, lengths, causal = attention.inputs(shape, "float16", seed, np)
+    q = q * np.float16(times)
     exact, _ = attention.oracle(q, k, v, lengths, causal)
     return (kl.wide(q), kl.wide(k), kl.wide(v), lengths, causal), exact
 
@@ -84,10 +91,10 @@ SMALL = [shape for shape in attention.ODD_SHAPES if shape.B * shape.H * shape.Q 
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
-@pytest.mark.parametrize("stage", TILED)
+@pytest.mark.parametrize(("stage", "times"), list(itertools.product(TILED, (1, 16))))
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_the_tiles_that_a_rung_visits_give_attention(stage, shape):
-    operands, exact = drawn(shape)
+def test_the_tiles_that_a_rung_visits_give_attention(stage, times, shape):
+    operands, exact = drawn(shape, times=times)
     for tile_q, tile_k in ((128, 64), (32, 16)):
         for ours, theirs in zip(tiled(stage, *operands, tile_q, tile_k), exact, strict=True):
             assert np.allclose(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -96,9 +103,20 @@ def test_the_tiles_that_a_rung_visits_give_attention(stage, shape):
 @pytest.mark.parametrize("fault", ["off by one", "no rescale", "-inf row"])
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_a_planted_fault_is_caught(fault):
-    operands, (exact, _) = drawn(Shape(2, 2, 2, 300, 130, 64))
+    operands, (exact, _) = drawn(Shape(2, 2, 2, 300, 130, 64), times=16)
     assert np.allclose(tiled("skip", *operands, 64, 32)[0], exact, atol=1e-9)
     assert not np.allclose(tiled("skip", *operands, 64, 32, fault)[0], exact, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("ladder", "stage", "fault"),
+    [("attention", *each) for each in FORWARD_FAULTS] + [("attention_backward", *each) for each in BACKWARD_FAULTS],
+    ids=str,
+)
+def test_a_fault_for_the_gpu_can_be_planted_in_the_source_as_it_is(ladder, stage, fault):
+    """tests/test_attention_gpu.py plants it: here its text must stand in the source, and what becomes of it compile."""
+    rung = importlib.import_module(f"stages.{ladder}.{stage}")
+    assert cuda.compile(planted(rung.SOURCE, fault), rung.OPTIONS, rung.ARCHS[-1]).kernels
 
 
 def test_skip_visits_no_tile_that_nobody_sees_and_masks_none_that_all_see():
