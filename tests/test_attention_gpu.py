@@ -30,31 +30,33 @@ def test_a_long_sequence(stage):
     assert found["right"], found
 
 
-def rising(shape, seed: int):
-    """Inputs whose maximum still rises, by more than SLACK, when most of a row is summed: sums must then shrink.
+def right_where_maxima_rise(stage: str, shape, seed: int = 0) -> bool:
+    """Within 0.01 of float64 where a maximum rises by more than SLACK when much of its row is summed: sums must shrink.
 
-    Standard normal ones never make it rise so far after the first tile, and no fault in the shrinking would be seen.
+    Standard normal queries never make it rise so far after a first tile, so they are 16 times as large here. Weights of
+    FP16's smallest numbers then matter to outputs near 0, hence no share of the ladder's own tolerance.
     """
     q, *others = attention.inputs(shape, "float16", seed)
-    return q * q.dtype.type(16), *others
-
-
-def judged_rising(stage: str, shape, seed: int = 0) -> bool:
-    operands = rising(shape, seed)
-    out = kl.entry(attention, stage)(*operands)
-    return kl.judge(attention, out, *attention.oracle(*operands), "float16")["right"]
+    operands = q * q.dtype.type(16), *others
+    results, (exact, _) = kl.entry(attention, stage)(*operands), attention.oracle(*operands)
+    for ours, theirs in zip(results, exact, strict=True):
+        apart = abs(kl.wide(ours) - theirs)
+        apart[ours == theirs] = 0  # infinities
+        if not float(apart.max()) < 0.01:  # NaN is not
+            return False
+    return True
 
 
 @pytest.mark.parametrize("stage", attention.STAGES)
 def test_a_rung_is_right_where_the_maximum_rises_late(stage):
-    assert all(judged_rising(stage, shape, seed=i) for i, shape in enumerate(attention.ODD_SHAPES))
+    assert all(right_where_maxima_rise(stage, shape, seed=i) for i, shape in enumerate(attention.ODD_SHAPES))
 
 
 @pytest.mark.parametrize(("stage", "fault"), FORWARD_FAULTS)
 def test_a_planted_fault_is_caught(monkeypatch, stage, fault):
     rung = kl.module(attention, stage)
     monkeypatch.setattr(rung, "PROGRAM", Program(planted(rung.SOURCE, fault), rung.OPTIONS, rung.ARCHS))
-    assert not all(judged_rising(stage, shape) for shape in attention.ODD_SHAPES)
+    assert not all(right_where_maxima_rise(stage, shape) for shape in attention.ODD_SHAPES)
 
 
 @pytest.mark.parametrize(("stage", "fault"), BACKWARD_FAULTS)
