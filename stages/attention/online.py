@@ -2,7 +2,7 @@
 
 Idea    A softmax can be summed before its largest score is known: when a larger one comes, what was summed so far
         shrinks by one factor (Milakov and Gimelshein, 2018).
-Was     Three kernels wrote Q x K scores to memory, read them twice, and wrote and read the weights.
+Was     Three kernels wrote Q x K scores to memory, read them three times, and wrote and read the weights.
 Change  A warp takes one query and walks over the keys: a score, a new maximum perhaps, and the value times its weight
         onto the sum. Of each row there remain the output and its log-sum-exp.
 Expect  Memory grows with the length, no longer with its square. The arithmetic is as it was, on the FP32 units, and
