@@ -1,7 +1,7 @@
 """A linear layer in int8: a step for each row of weights, a step for each token.
 
-Idea    A number is an integer of -127 to 127 times a step, the largest of its row / 127. A row's step leaves the sum,
-        so the sum is of products of integers, exact in 32 bits.
+Idea    A number is an integer of -127 to 127 times a step, the largest of its row / 127. Steps can be taken out of
+        the sum, so the sum is of products of integers, exact in 32 bits.
 Was     float reads two or four bytes a weight, and multiplies in floating point.
 Change  w is rounded once, a step for each row; x at each call, a step for each token. Four products at a time are
         multiplied and summed by one instruction (CPU: VNNI, else AVX2, else one by one; GPU: dp4a). The sum times both

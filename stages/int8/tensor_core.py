@@ -5,8 +5,8 @@ Idea    A tensor core multiplies tiles, so a weight that was loaded once meets a
 Was     outliers computes each output by itself: with many tokens dp4a binds, with one a launch to round x comes first.
 Change  Few tokens: sixteen rows a block, whose warps share out the channels and ask for all their weights before
         anything else; up to ROUNDED tokens are rounded by each block meanwhile, which saves a launch. More tokens:
-        tiles of weights and tokens in shared memory, copied ahead of use. Outliers are multiplied by the FP16 tensor
-        cores, into the same sums once these are floats. A GPU only.
+        tiles of weights and tokens in shared memory, copied ahead of use; there outliers are multiplied by the FP16
+        tensor cores, into the same sums once these are floats. A GPU only.
 Expect  With one token the time nears that of reading the bytes; with hundreds it is several times less than dp4a's, and
         beside FP16's cuBLAS what the tiles make of twice the rate.
 """
