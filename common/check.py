@@ -6,6 +6,7 @@ to catch what one might take for an answer without having learnt anything.
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 import inspect
@@ -154,6 +155,7 @@ def imported(node: ast.Import | ast.ImportFrom, stage: str) -> str | None:
     return None
 
 
+@functools.cache
 def may_import(stage: str) -> tuple[set[str], set[str]]:
     """Modules that a stage and those below it import, with SPARE; and the names they take from common.stage."""
     modules, names = set(SPARE), set()

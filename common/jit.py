@@ -5,6 +5,7 @@ would leave a stale caller behind. Here the folder itself is named after every s
 version and the CPU: a change anywhere begins an empty folder.
 """
 
+import gc
 import hashlib
 import os
 import platform
@@ -64,5 +65,8 @@ else:
 # numba aligns arrays to 32 bytes; a vector load of 64 that starts there needs two cache lines, at times two pages, and
 # whether it does would change from run to run.
 numba.core.base.BaseContext.get_preferred_array_alignment = lambda context, ty: 64
+
+# Compiling makes small objects by the million, and Python would look through those that live after every 700th.
+gc.set_threshold(100_000)
 
 njit = partial(numba.njit, cache=CACHE is not None, error_model="numpy")
