@@ -12,6 +12,7 @@ import platform
 import shutil
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,8 @@ KEEP_DAYS = 7  # an unused cache folder is deleted after this
 def cache_dir() -> Path | None:
     """The folder for compiled kernels of exactly this source, or None where none can be written.
 
-    What is compiled for types of a reader's file (LESSON_READER) can be loaded beside that file alone: it lies apart.
+    What is compiled for types of a reader's file (LESSON_READER) can be loaded beside that file alone: it lies apart,
+    in a folder that begins with what the course's own holds by then for types that are no stage's.
     """
     import platformdirs
 
@@ -33,10 +35,16 @@ def cache_dir() -> Path | None:
     for folder in ("common", "stages"):
         for path in sorted((SOURCES / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    digest.update(os.environ.get("LESSON_READER", "").encode())
     root = Path(os.environ.get("LESSON_CACHE") or platformdirs.user_cache_dir("lesson")) / "numba"
-    folder = root / digest.hexdigest()[:16]
+    folder = course = root / digest.hexdigest()[:16]
+    if reader := os.environ.get("LESSON_READER"):
+        digest.update(reader.encode())
+        folder = root / digest.hexdigest()[:16]
     try:
+        if course.exists() and not folder.exists():
+            with suppress(OSError):  # another process began it too, or there are no links; what lacks is compiled
+                # Links serve: numba replaces files, and never changes one.
+                shutil.copytree(course, folder, ignore=of_stages, copy_function=os.link)
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
         if not os.access(folder, os.W_OK):
@@ -47,6 +55,14 @@ def cache_dir() -> Path | None:
     except OSError:
         return None
     return folder
+
+
+def of_stages(folder: str, names: list[str]) -> list[str]:
+    """What in a cache folder is of stages: their own kernels, and indices that name their types, whose reading would
+    import them.
+    """
+    indices = (name for name in names if name.endswith(".nbi") and b"stages." in (Path(folder) / name).read_bytes())
+    return [name for name in names if name.startswith("stages_")] + list(indices)
 
 
 def cpu_name() -> str:

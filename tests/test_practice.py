@@ -5,17 +5,18 @@ import os
 import pty
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from common import check, compare, diff, harness, practice, records, show
+from common import check, compare, diff, practice, records, show
 from common.job import UsageError, prepare
 from common.stage import LADDER, code_path, import_file, rungs
 from common.stats import verdict
-from tests.helpers import CLI, lesson, one_sentence
+from tests.helpers import CLI, ROOT, lesson, one_sentence
 
 STEPS = [name for name in (*LADDER, *rungs()) if diff.constant(code_path(name), "PREVIOUS")]
 GPU = {name for name in STEPS if re.search(r"import (cupy|triton)\b|common\.cuda", code_path(name).read_text())}
@@ -260,21 +261,8 @@ def timing(took=FAST, memory=FAST):
     return race
 
 
-@pytest.fixture
-def plainly(monkeypatch):
-    """Workers compile without LLVM's optimizations, which take a third of it and make no result right or wrong."""
-    spawn = harness.spawn
-
-    def plain(*given):
-        with monkeypatch.context() as only_there:
-            only_there.setenv("NUMBA_OPT", "0")
-            return spawn(*given)
-
-    monkeypatch.setattr(harness, "spawn", plain)
-
-
 @pytest.mark.parametrize("stage", ON_CPU)
-def test_a_stages_own_definitions_pass(stage, plainly):
+def test_a_stages_own_definitions_pass(stage):
     said = []
     document = check.check(pasted(stage), {}, True, said.append, timing())
     assert document["verdict"] == "pass"
@@ -792,3 +780,14 @@ def test_what_was_compiled_for_one_file_is_no_obstacle_to_another():
         check.check(file, {}, False, said.append)
         assert sum("right on" in text for text in said) == 2
     assert lesson("run", "integer", "-m", "tiny", "--ids", "1,2", "-n", 1, "--json", "--save", "kept").returncode == 0
+
+
+def test_what_the_course_has_compiled_is_not_compiled_again_for_a_readers_file(tmp_path):
+    code = "import numpy as np; from common.cpu_ops import silu; silu(np.ones((1, 2), np.float32)); "
+    command = [sys.executable, "-c", code + "print(sum(silu.stats.cache_hits.values()))"]
+    hits = []
+    for reader in ("", "mine"):
+        env = {**os.environ, "LESSON_CACHE": str(tmp_path), "LESSON_READER": reader}
+        hits.append(int(subprocess.run(command, capture_output=True, env=env, cwd=ROOT, timeout=60).stdout))
+    assert hits == [0, 1]
+    assert len(list((tmp_path / "numba").iterdir())) == 2
