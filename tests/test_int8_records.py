@@ -163,6 +163,13 @@ def test_a_translator_says_the_same():
         assert row["bytes"] < 0.6 * halves["bytes"]
 
 
+@pytest.mark.parametrize("folder", [CPU, GPU], ids=["cpu", "gpu"])
+def test_a_rounded_translator_puts_the_same_word_first(folder):
+    """Given the right words before, as the overview says of both tables."""
+    rows = [row for row in record(folder, "translate")["rows"] if "error" not in row]
+    assert len(rows) >= 5 and all(row["same_top1"] == 1 for row in rows)
+
+
 def test_on_a_gpu_a_translator_says_what_fp16_says_where_the_baseline_stops():
     found = record(GPU, "translate")
     assert found["rung"] == "tensor_core" and found["right"] >= 8

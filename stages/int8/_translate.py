@@ -108,6 +108,13 @@ def logits(model, batch):  # -> (positions, V) float32, of positions that are no
     return model.project(hidden[inside].float()).float()
 
 
+def perplexity(rows, batch) -> float:
+    """Of the right next words, given the logits (positions, V) of `logits`."""
+    target = batch.target[:, 1:]
+    inside = torch.arange(target.shape[1], device=target.device)[None, :] < batch.target_lengths[:, None]
+    return float(nn.functional.cross_entropy(rows, target[inside]).exp())
+
+
 def rounded(model, seen: dict, kind: str, project: bool, rung: str):
     """A copy of the model with every linear layer of that kind, or all but the output projection."""
     small = copy.deepcopy(model)
@@ -130,6 +137,7 @@ def told(small, batch, wanted, exact) -> dict:
         "of": len(wanted),
         "words_alike": sum(alike),
         "words": sum(map(len, wanted)),
+        "perplexity": perplexity(rows, batch),
         "kl": float((exact.exp() * (exact - rows)).sum(1).mean()),
         "same_top1": float((rows.argmax(1) == exact.argmax(1)).float().mean()),
         "bytes": sum(module.nbytes() for module in small.modules() if isinstance(module, (Rounded, Halves))),
@@ -161,6 +169,7 @@ def measured(device, steps: int = STEPS) -> dict:
         "steps": steps,
         "loss": losses[-1],
         "rung": rung,
+        "perplexity": perplexity(exact, asked),
         "right": transformer.equal(wanted, right),
         "outliers": sum(len(outliers.outliers(highest)) for highest in seen.values()),
         "channels": sum(map(len, seen.values())),
