@@ -161,6 +161,8 @@ def test_a_translator_says_the_same():
         assert row["words_alike"] >= 0.95 * row["words"] and row["same"] >= 13
         assert halves["kl"] < row["kl"] < theirs["kl"]
         assert row["bytes"] < 0.6 * halves["bytes"]
+    parted = [row["perplexity"] / found["perplexity"] - 1 for row in found["rows"]]
+    assert max(map(abs, parted)) == -min(parted) < 0.001  # as the overview says
 
 
 @pytest.mark.parametrize("folder", [CPU, GPU], ids=["cpu", "gpu"])
