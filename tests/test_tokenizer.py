@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Oracle
@@ -135,6 +135,7 @@ def test_text_never_becomes_a_special_token(smol):
 
 
 @given(st.text())
+@settings(deadline=None)
 def test_bytes_give_back_any_text(text):
     tiny = tiny_bytes()
     ids = tiny.encode(text)
@@ -250,6 +251,7 @@ def test_equal_scores_join_leftmost_first():
 
 
 @given(st.lists(st.integers(0, 261)))
+@settings(deadline=None)
 def test_a_stream_of_any_ids_is_their_text(ids):
     tiny = tiny_bytes()
     stream = tiny.stream()
