@@ -493,7 +493,8 @@ def test_messages_are_checked(smol):
     ids=lambda value: value[:40],
 )
 def test_a_template_that_fails_is_one_clear_sentence(monkeypatch, chat_template, reason):
-    monkeypatch.setattr(template, "MAX_SECONDS", 1)
+    if "still running" in reason:  # the others end by themselves, on a busy machine later
+        monkeypatch.setattr(template, "MAX_SECONDS", 1)
     with pytest.raises(TokenizerError, match=f"^The model's chat template failed: .*({reason})[^\n]*\\.$"):
         tiny_bytes(chat_template=chat_template).chat(user("hi"))
 
