@@ -98,18 +98,17 @@ def absent_record(job: Job, stage: str, why: str) -> dict:
 def within_roof(job: Job, stage: str, samples: list[Sample], machine) -> None:
     """Raises AccountingError where a run took less time than its bytes and FLOPs can.
 
-    Tokens are judged by their mean: where a stage queues the next step ahead, a host that was late for one finds the
-    next one done.
+    A GPU's tokens are judged by their mean: a host that was late for one finds the next, queued ahead, done already.
     """
-    from common import roofline
+    from common import gpu, roofline
 
     config, T = job.gguf.config, len(job.ids)
     weights = roofline.bytes_read(stage, job.gguf)
     kind, kept = roofline.operands(stage), roofline.cache_bytes(stage)
     for sample in samples:
-        steps = [(T, T, sample.ttft_ms)]
-        if n := len(sample.gaps_ms):
-            steps.append((1, T + n // 2, sum(sample.gaps_ms) / n))
+        steps = [(T, T, sample.ttft_ms), *((1, T + i, ms) for i, ms in enumerate(sample.gaps_ms, 1))]
+        if (n := len(sample.gaps_ms)) and gpu.on_gpu(stage):
+            steps[1:] = [(1, T + n // 2, sum(sample.gaps_ms) / n)]
         for new, seen, ms in steps:
             work = roofline.total(roofline.work(config, new, seen, weights, kept=kept))
             roofline.plausible(work, ms, machine, job.threads, kind)

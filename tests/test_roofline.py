@@ -269,21 +269,25 @@ def test_a_row_above_its_roof_is_an_error_not_a_number():
         roofline.plausible(w, 0.0, MACHINE)
 
 
-def test_tokens_are_held_against_their_roof_by_their_mean(tiny):
+def test_tokens_are_held_against_their_roof_each_and_a_gpus_by_their_mean(tiny):
     """A row that was fetched late leaves none to wait for, where the next step was queued ahead."""
     job = prepare(str(tiny), ids="1,2,3")
-    weights = roofline.bytes_read("graph", job.gguf)
-    token = roofline.total(roofline.work(job.gguf.config, 1, 5, weights, kept=2))
-    bound = roofline.bound_ms(token, MACHINE)
 
-    def run(*gaps):
+    def run(stage, *gaps):
+        weights, kept = roofline.bytes_read(stage, job.gguf), roofline.cache_bytes(stage)
+        token = roofline.total(roofline.work(job.gguf.config, 1, 5, weights, kept=kept))
+        bound = roofline.bound_ms(token, MACHINE, kind=roofline.operands(stage))
         sample = SimpleNamespace(ttft_ms=1e6, gaps_ms=[bound * gap for gap in gaps])
-        records.within_roof(job, "graph", [sample], MACHINE)
+        records.within_roof(job, stage, [sample], MACHINE)
 
-    run(2.5, 0.01, 1.2)
-    run()
+    for stage in ("graph", "kv_cache"):
+        run(stage)
+        run(stage, 1.2, 1.2, 1.2)
+        with pytest.raises(roofline.AccountingError, match="what this machine can do"):
+            run(stage, 0.9, 0.9, 0.9)
+    run("graph", 2.5, 0.01, 1.2)
     with pytest.raises(roofline.AccountingError, match="what this machine can do"):
-        run(0.9, 0.9, 0.9)
+        run("kv_cache", 2.5, 0.01, 1.2)
 
 
 def test_a_stride_of_a_power_of_two_uses_few_cache_sets():
