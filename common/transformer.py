@@ -1,6 +1,6 @@
 """A small transformer that translates, to try attention where it is used: in training, and word by word.
 
-`python -m common.transformer --save reports/MACHINE/attention` trains it from the same start with several attentions,
+`python -m common.transformer --save reports/MACHINE/attention` trains it from the same starts with several attentions,
 lets each translate the same sentences, and tells how far their losses part.
 """
 
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import math
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ PADDING, BEGIN, END, FIRST_WORD = range(4)
 WORDS, LONGEST = 64, 12  # of the invented language; a sentence has 4 words at least
 STEPS, BATCH, RATE, WARM_UP = 200, 64, 5e-4, 40
 SENTENCES = 15
+STARTS = 3  # seeds of the first weights: how far two trainings part is itself a matter of chance
 TOLERANCE = 2  # times what PyTorch's own math backend parts from its other ones
 
 
@@ -130,9 +130,9 @@ class Transformer(nn.Module):
         return self.project(hidden)
 
 
-def train(attend, device, steps: int = STEPS, count: int = BATCH) -> tuple[Transformer, list[float]]:
-    """A model from the seeded start, after `steps` batches in BF16 with FP32 weights. -> model, loss of each batch."""
-    torch.manual_seed(0)
+def train(attend, device, steps: int = STEPS, start: int = 0) -> tuple[Transformer, list[float]]:
+    """A model from one seeded start, after `steps` batches in BF16 with FP32 weights. -> model, loss of each batch."""
+    torch.manual_seed(start)
     model = Transformer(attend).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, betas=(0.9, 0.98))
     warm = max(1, min(WARM_UP, steps // 5))  # up to RATE, then down to nothing
@@ -141,7 +141,7 @@ def train(attend, device, steps: int = STEPS, count: int = BATCH) -> tuple[Trans
     )
     losses = []
     for step in range(steps):
-        batch = sentences(count, seed=1 + step, device=device)
+        batch = sentences(BATCH, seed=1 + step, device=device)
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             logits = model(batch)
         loss = functional.cross_entropy(
@@ -171,22 +171,23 @@ def translate(model: Transformer, batch: Batch) -> list[list[int]]:
     return [row[1 : row.index(END)] if END in row else row[1:] for row in ids.tolist()]
 
 
-ATTENTIONS = {  # the last is to see how far two of PyTorch's own part
-    "triton": functools.partial(attention, rung="triton", backward="triton"),
-    "hopper, skip": functools.partial(attention, rung="hopper", backward="skip"),
+PAIRS = ("triton", "triton"), ("hopper", "skip"), ("hopper", "hopper")  # forward and backward rungs
+ATTENTIONS = {f"{rung}, {back}": functools.partial(attention, rung=rung, backward=back) for rung, back in PAIRS} | {
     "sdpa": sdpa,
-    "sdpa, math": functools.partial(sdpa, backend="MATH"),
+    "sdpa, math": functools.partial(sdpa, backend="MATH"),  # to see how far two of PyTorch's own part
 }
 
 
-def parted(a: list[float], b: list[float]) -> dict:
-    """How far two loss curves part: at most in the first fifth, before rounding has grown, then at most and on average.
+def parted(a: list[list[float]], b: list[list[float]]) -> dict:
+    """How far loss curves part from others with the same starts: at most in the first fifth, at most, on average.
 
-    Between, training amplifies any difference in the last bit: there two right attentions part as much as two seeds.
+    In the first fifth rounding has not grown yet. Between, training amplifies any difference in the last bit: there two
+    right attentions part as much as two seeds.
     """
-    apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    first = max(apart[: max(1, len(apart) // 5)])
-    return {"first_fifth": first, "largest": max(apart), "mean": sum(apart) / len(apart)}
+    apart = [[abs(x - y) for x, y in zip(*curves, strict=True)] for curves in zip(a, b, strict=True)]
+    every = [difference for curve in apart for difference in curve]
+    first = max(max(curve[: max(1, len(curve) // 5)]) for curve in apart)
+    return {"first_fifth": first, "largest": max(every), "mean": sum(every) / len(every)}
 
 
 def compared(runs: dict) -> dict:
@@ -197,27 +198,33 @@ def compared(runs: dict) -> dict:
     return {name: {"parted_from_sdpa": found[name], "within_tolerance": within[name]} for name in runs}
 
 
-def measured(device, attentions: dict, steps: int = STEPS) -> dict:
-    """The record: losses, seconds and translations by each attention, "sdpa" and "sdpa, math" among them."""
-    asked, runs, models = sentences(SENTENCES, seed=0, device=device), {}, {}
+def measured(device, attentions: dict, steps: int = STEPS, starts: int = STARTS) -> dict:
+    """The record: losses and translations by each attention from each start, "sdpa" and "sdpa, math" among them."""
+    asked = sentences(SENTENCES, seed=0, device=device)
     right = [row[1:length] for row, length in zip(asked.target.tolist(), asked.target_lengths.tolist(), strict=True)]
-    for name, attend in attentions.items():
-        train(attend, device, steps=2)  # compiled and tuned before the clock
-        start = time.perf_counter()
-        models[name], losses = train(attend, device, steps)
-        runs[name] = {"seconds": time.perf_counter() - start, "losses": losses,
-                      "translations": translate(models[name], asked)}  # fmt: skip
+    runs = {name: {"losses": [], "translations": [], "with_sdpas_weights": []} for name in attentions}
+    for start in range(starts):
+        for name, attend in attentions.items():
+            model, losses = train(attend, device, steps, start)
+            runs[name]["losses"].append(losses)
+            runs[name]["translations"].append(translate(model, asked))
+            if name == "sdpa":
+                trained = model
+        for name, attend in attentions.items():  # the same weights, another attention
+            for module in trained.modules():
+                if isinstance(module, Attend):
+                    module.attend = attend
+            runs[name]["with_sdpas_weights"].append(translate(trained, asked))
     for name, judged in compared(runs).items():
         run = runs[name] = runs[name] | judged
-        run["as_sdpa_trained"] = equal(run["translations"], runs["sdpa"]["translations"])
-        for module in models["sdpa"].modules():  # the same weights, another attention
-            if isinstance(module, Attend):
-                module.attend = attentions[name]
-        run["as_sdpa_with_its_weights"] = equal(translate(models["sdpa"], asked), runs["sdpa"]["translations"])
-        run["right"] = equal(run["translations"], right)
+        sdpas = runs["sdpa"]["translations"]
+        run["as_sdpa_trained"] = sum(map(equal, run["translations"], sdpas))
+        run["as_sdpa_with_its_weights"] = sum(map(equal, run["with_sdpas_weights"], sdpas))
+        run["right"] = sum(equal(each, right) for each in run["translations"])
     model = {"blocks": BLOCKS, "heads": HEADS, "width": WIDTH, "vocabulary": VOCABULARY}
-    task = {"words": WORDS, "longest": LONGEST, "batch": BATCH, "steps": steps, "sentences": SENTENCES}
-    return {"schema": 1, "model": model, "task": task, "source": asked.source.tolist(), "target": right, "runs": runs}
+    task = {"words": WORDS, "longest": LONGEST, "batch": BATCH, "steps": steps,
+            "starts": starts, "sentences": SENTENCES}  # fmt: skip
+    return {"schema": 2, "model": model, "task": task, "source": asked.source.tolist(), "target": right, "runs": runs}
 
 
 def equal(a: list, b: list) -> int:
@@ -226,21 +233,25 @@ def equal(a: list, b: list) -> int:
 
 def main() -> None:
     """Train and translate with every attention on the GPU; write DIR/transformer.json."""
+    from common import kernel_ladder
     from common.kernel_gpu import machine
 
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--save", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
-    record = {"machine": machine()} | measured("cuda", ATTENTIONS)
+    ladders = {name: kernel_ladder.ladder(name) for name in ("attention", "attention_backward")}
+    sources = {f"{name}/{rung}": kernel_ladder.source_digest(rungs, rung)
+               for pair in PAIRS for (name, rungs), rung in zip(ladders.items(), pair, strict=True)}  # fmt: skip
+    record = {"machine": machine(), "sources": sources} | measured("cuda", ATTENTIONS)
     options.save.mkdir(parents=True, exist_ok=True)
     (options.save / "transformer.json").write_text(json.dumps(record) + "\n")
     for name, run in record["runs"].items():
-        apart, lost = run["parted_from_sdpa"], run["losses"]
+        apart, of = run["parted_from_sdpa"], STARTS * SENTENCES
         print(
-            f"{name:12} loss {lost[0]:.3f} to {lost[-1]:.4f}, from sdpa at most {apart['first_fifth']:.5f} at first, "
-            f"{apart['largest']:.4f} later, {apart['mean']:.5f} on average; sentences as sdpa "
-            f"{run['as_sdpa_trained']}, with its weights {run['as_sdpa_with_its_weights']}, right {run['right']} of "
-            f"{SENTENCES}; {run['seconds']:.1f} s"
+            f"{name:12} loss {run['losses'][0][0]:.3f} to {run['losses'][0][-1]:.4f}, from sdpa at most "
+            f"{apart['first_fifth']:.5f} at first, {apart['largest']:.4f} later, {apart['mean']:.5f} on average; "
+            f"sentences as sdpa {run['as_sdpa_trained']}, with its weights {run['as_sdpa_with_its_weights']}, "
+            f"right {run['right']} of {of}"
         )
 
 

@@ -1,47 +1,58 @@
 """The attention kernels on odd shapes, for compute-sanitizer: `compute-sanitizer … -m tests.attention_sanitized WHAT`.
 
 Memory comes from CUDA itself, since an overrun inside CuPy's pool is none to the sanitizer. WHAT is forward or
-backward: each rung that works by tiles, and hopper's forward pass before the backward ones. Their results are compared.
+backward: every rung in CUDA, whose results are compared. With planted, skip reads one row more than there is, with race
+it lacks a barrier: each must be found, or finding nothing means nothing.
 """
 
 import sys
 
-RUNGS = {"forward": ("hopper", "flash", "skip"), "backward": ("hopper", "recomputed", "split", "skip")}
+from tests.attention_faults import planted
+
 SHAPES = [
-    (1, 2, 1, 257, 257, 64, 1),
-    (1, 2, 2, 200, 261, 128, 1),
-    (2, 1, 1, 300, 130, 64, 1),
+    (1, 2, 1, 257, 257, 64),
+    (1, 2, 2, 200, 261, 128),
+    (2, 1, 1, 300, 130, 64),
     (1, 1, 1, 70, 200, 128, 0),
+    (3, 2, 1, 191, 193, 64, 1, 1),
 ]
+APART = {"float16": (0.004, 0.05), "bfloat16": (0.03, 0.4)}  # at most, by rounding: forward and backward
+BARRIER = "        __syncthreads();  // this tile is there, and every warp has left the one that the next overwrites\n"
+FAULTS = {"planted": ("row < rows);", "row <= rows);"), "race": (BARRIER, "")}
 
 
 def main(what: str) -> None:
     import cupy
     import numpy
 
-    from common.kernel_ladder import entry
+    from common.kernel_ladder import entry, module, wide
     from stages import attention, attention_backward
 
     cupy.cuda.set_allocator(None)
-    draw = numpy.random.default_rng(0).standard_normal
-    for B, H, G, Q, K, D, causal in SHAPES:
-        sizes = (B, H, Q, D), (B, G, K, D), (B, G, K, D), (B, H, Q, D)
-        q, k, v, dout = (cupy.asarray(draw(size).astype("float16")) for size in sizes)
-        lengths = cupy.full(B, K, "int32")
-        rungs = RUNGS["forward"] if what == "forward" else ("hopper",)
-        given, *others = [entry(attention, rung)(q, k, v, lengths, causal) for rung in rungs]
-        alike([out.get() for out, _ in (given, *others)], 4e-3)
-        if what == "backward":
-            passes = [entry(attention_backward, rung) for rung in RUNGS["backward"]]
-            results = [each(q, k, v, *given, dout, lengths, causal) for each in passes]
+    forward = ["skip"] if what in FAULTS else [rung for rung in attention.STAGES if rung != "triton"]
+    backward = [rung for rung in attention_backward.STAGES if rung != "triton"] if what == "backward" else []
+    if what in FAULTS:
+        skip = module(attention, "skip")
+        skip.PROGRAM.source = planted(skip.SOURCE, FAULTS[what])
+    for dtype, apart in APART.items():
+        for seed, shape in enumerate(SHAPES):
+            *operands, causal = attention.inputs(shape, dtype, seed, numpy)  # CuPy's own kernels are not ours to judge
+            q, k, v, lengths = map(cupy.asarray, operands)
+            made = {rung: entry(attention, rung)(q, k, v, lengths, causal) for rung in forward}
+            if what not in FAULTS:
+                alike([wide(out.get()) for out, _ in made.values()], apart[0])
+            dout = cupy.asarray(attention.inputs(shape, dtype, seed + 100, numpy)[0])
+            passes = [entry(attention_backward, rung) for rung in backward]
+            results = [each(q, k, v, *made["hopper"], dout, lengths, causal) for each in passes]
             for gradients in zip(*results, strict=True):
-                alike([a.get() for a in gradients], 0.05)
+                alike([wide(a.get()) for a in gradients], apart[1])
+            cupy.cuda.Device().synchronize()
     print(what, "ran")
 
 
 def alike(results, most: float) -> None:
     """Raises AssertionError where two results differ by more than `most` anywhere."""
-    first, *others = (a.astype("float32") for a in results)
+    first, *others = results
     assert all(abs(first - a).max() < most for a in others)
 
 
