@@ -9,7 +9,9 @@ import contextlib
 import functools
 import json
 import math
+import multiprocessing
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ PADDING, BEGIN, END, FIRST_WORD = range(4)
 WORDS, LONGEST = 64, 12  # of the invented language; a sentence has 4 words at least
 STEPS, BATCH, RATE, WARM_UP = 200, 64, 5e-4, 40
 SENTENCES = 15
-STARTS = 3  # seeds of the first weights: how far two trainings part is itself a matter of chance
+STARTS = 8  # seeds of the first weights: how far two trainings part is a matter of chance
 TOLERANCE = 2  # times what PyTorch's own math backend parts from its other ones
 
 
@@ -152,7 +154,7 @@ def train(attend, device, steps: int = STEPS, start: int = 0) -> tuple[Transform
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
-    return model, [float(loss) for loss in losses]
+    return model, [round(float(loss), 6) for loss in losses]
 
 
 @torch.no_grad()
@@ -171,7 +173,7 @@ def translate(model: Transformer, batch: Batch) -> list[list[int]]:
     return [row[1 : row.index(END)] if END in row else row[1:] for row in ids.tolist()]
 
 
-PAIRS = ("triton", "triton"), ("hopper", "skip"), ("hopper", "hopper")  # forward and backward rungs
+PAIRS = ("triton", "triton"), ("skip", "skip"), ("hopper", "hopper")  # forward and backward rungs
 ATTENTIONS = {f"{rung}, {back}": functools.partial(attention, rung=rung, backward=back) for rung, back in PAIRS} | {
     "sdpa": sdpa,
     "sdpa, math": functools.partial(sdpa, backend="MATH"),  # to see how far two of PyTorch's own part
@@ -179,15 +181,14 @@ ATTENTIONS = {f"{rung}, {back}": functools.partial(attention, rung=rung, backwar
 
 
 def parted(a: list[list[float]], b: list[list[float]]) -> dict:
-    """How far loss curves part from others with the same starts: at most in the first fifth, at most, on average.
+    """How far loss curves part from others with the same starts, averaged over starts, and at most.
 
-    In the first fifth rounding has not grown yet. Between, training amplifies any difference in the last bit: there two
-    right attentions part as much as two seeds.
+    "first_fifth" is the most in a curve's first fifth, before rounding has grown; "mean" the average over all of it. In
+    between training amplifies any difference in the last bit: there two right attentions part as much as two seeds.
     """
     apart = [[abs(x - y) for x, y in zip(*curves, strict=True)] for curves in zip(a, b, strict=True)]
-    every = [difference for curve in apart for difference in curve]
-    first = max(max(curve[: max(1, len(curve) // 5)]) for curve in apart)
-    return {"first_fifth": first, "largest": max(every), "mean": sum(every) / len(every)}
+    first = fmean(max(curve[: max(1, len(curve) // 5)]) for curve in apart)
+    return {"first_fifth": first, "largest": max(map(max, apart)), "mean": fmean(map(fmean, apart))}
 
 
 def compared(runs: dict) -> dict:
@@ -198,26 +199,30 @@ def compared(runs: dict) -> dict:
     return {name: {"parted_from_sdpa": found[name], "within_tolerance": within[name]} for name in runs}
 
 
-def measured(device, attentions: dict, steps: int = STEPS, starts: int = STARTS) -> dict:
-    """The record: losses and translations by each attention from each start, "sdpa" and "sdpa, math" among them."""
-    asked = sentences(SENTENCES, seed=0, device=device)
+def from_start(start: int, device, attentions: dict, steps: int) -> dict:
+    """By each attention: losses, translations, and those by the model that "sdpa" has trained."""
+    asked, runs, models = sentences(SENTENCES, seed=0, device=device), {}, {}
+    for name, attend in attentions.items():
+        models[name], losses = train(attend, device, steps, start)
+        runs[name] = {"losses": losses, "translations": translate(models[name], asked)}
+    for name, attend in attentions.items():
+        for module in models["sdpa"].modules():  # the same weights, another attention
+            if isinstance(module, Attend):
+                module.attend = attend
+        runs[name]["with_sdpas_weights"] = translate(models["sdpa"], asked)
+    return runs
+
+
+def measured(device, attentions: dict, steps: int = STEPS, starts: int = STARTS, each=map) -> dict:
+    """The record of all starts, by each attention, "sdpa" and "sdpa, math" among them; `each` may be a pool's map."""
+    given = functools.partial(from_start, device=device, attentions=attentions, steps=steps)
+    found = list(each(given, range(starts)))
+    runs = {name: {what: [run[name][what] for run in found] for what in found[0][name]} for name in attentions}
+    asked = sentences(SENTENCES, seed=0, device="cpu")
     right = [row[1:length] for row, length in zip(asked.target.tolist(), asked.target_lengths.tolist(), strict=True)]
-    runs = {name: {"losses": [], "translations": [], "with_sdpas_weights": []} for name in attentions}
-    for start in range(starts):
-        for name, attend in attentions.items():
-            model, losses = train(attend, device, steps, start)
-            runs[name]["losses"].append(losses)
-            runs[name]["translations"].append(translate(model, asked))
-            if name == "sdpa":
-                trained = model
-        for name, attend in attentions.items():  # the same weights, another attention
-            for module in trained.modules():
-                if isinstance(module, Attend):
-                    module.attend = attend
-            runs[name]["with_sdpas_weights"].append(translate(trained, asked))
     for name, judged in compared(runs).items():
-        run = runs[name] = runs[name] | judged
-        sdpas = runs["sdpa"]["translations"]
+        run, sdpas = runs[name], runs["sdpa"]["translations"]
+        run |= judged
         run["as_sdpa_trained"] = sum(map(equal, run["translations"], sdpas))
         run["as_sdpa_with_its_weights"] = sum(map(equal, run["with_sdpas_weights"], sdpas))
         run["right"] = sum(equal(each, right) for each in run["translations"])
@@ -242,16 +247,17 @@ def main() -> None:
     ladders = {name: kernel_ladder.ladder(name) for name in ("attention", "attention_backward")}
     sources = {f"{name}/{rung}": kernel_ladder.source_digest(rungs, rung)
                for pair in PAIRS for (name, rungs), rung in zip(ladders.items(), pair, strict=True)}  # fmt: skip
-    record = {"machine": machine(), "sources": sources} | measured("cuda", ATTENTIONS)
+    with multiprocessing.get_context("spawn").Pool(STARTS) as pool:  # a training waits for its host, not for the GPU
+        record = {"machine": machine(), "sources": sources} | measured("cuda", ATTENTIONS, each=pool.map)
     options.save.mkdir(parents=True, exist_ok=True)
     (options.save / "transformer.json").write_text(json.dumps(record) + "\n")
     for name, run in record["runs"].items():
-        apart, of = run["parted_from_sdpa"], STARTS * SENTENCES
+        apart, last = run["parted_from_sdpa"], [losses[-1] for losses in run["losses"]]
         print(
-            f"{name:12} loss {run['losses'][0][0]:.3f} to {run['losses'][0][-1]:.4f}, from sdpa at most "
+            f"{name:14} loss {run['losses'][0][0]:.3f} to {min(last):.4f} - {max(last):.4f}, from sdpa at most "
             f"{apart['first_fifth']:.5f} at first, {apart['largest']:.4f} later, {apart['mean']:.5f} on average; "
-            f"sentences as sdpa {run['as_sdpa_trained']}, with its weights {run['as_sdpa_with_its_weights']}, "
-            f"right {run['right']} of {of}"
+            f"within tolerance: {run['within_tolerance']}; sentences as sdpa {run['as_sdpa_trained']}, with its "
+            f"weights {run['as_sdpa_with_its_weights']}, right {run['right']} of {STARTS * SENTENCES}"
         )
 
 

@@ -1006,7 +1006,7 @@ def load(gguf, context, threads):
     layers = tuple(packed(l, layer) for l, layer in enumerate(weights.layers))
     weights = Weights(raw(weights.token_embd), layers, raw(weights.output_norm), pack(output))
     config = replace(config, rope_freqs=cupy.asarray(config.rope_freqs))
-    cache = cupy.empty((config.L, 2, context, config.G, config.hd), np.float16)
+    cache = cupy.zeros((config.L, 2, context, config.G, config.hd), np.float16)  # look reads a row before it is made
     rows = cupy.zeros((2, (config.V + 3) // 2 * 2), np.float32)
     step, arrays, stamps = stepping(config, weights, cache, rows, plan, streams)
     pool, stream, aside = cupy.cuda.MemoryPool(), *(cupy.cuda.Stream(non_blocking=True) for _ in range(2))

