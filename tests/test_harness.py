@@ -132,7 +132,20 @@ def test_everything_is_warm_before_the_clock_starts(stage, tiny):
 def test_a_long_run_is_warmed_up_on_two_ids_alone(stage, tiny):
     ids = list(range(40))  # twenty times the warm prompt of 0.11 s, in two layers
     harness.measure(request(tiny, ids=ids))
-    assert stage.calls == [(1, ids[:2], 2), (1, ids[:2], 2), (2, ids[:2], 2), (2, ids, 4)]
+    assert stage.calls == [*[(1, ids[:2], 2)] * 2, *[(2, ids[:2], 2)] * 2, (2, ids, 4)]
+
+
+def test_what_a_whole_model_does_once_decides_nothing(stage, tiny, clock):
+    """A GPU stage captures its graph the first time: the run is short all the same, and warmed up at its own shape."""
+    generate = stage.generate
+
+    def capturing(model, ids, n, choose=None):
+        clock.now += 0.3 if model.config.L > 1 and len(stage.calls) == 2 else 0
+        yield from generate(model, ids, n)
+
+    stage.generate = capturing
+    harness.measure(request(tiny))
+    assert stage.calls == [*[(1, IDS[:2], 2)] * 2, *[(2, IDS[:2], 2)] * 2, (2, IDS, 4), (2, IDS, 4)]
 
 
 def test_a_stop_token_ends_the_run_and_is_kept(stage, tiny):

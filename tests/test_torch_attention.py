@@ -155,7 +155,8 @@ def test_losses_are_held_against_what_pytorchs_own_attentions_part(torch):
     assert {name: row["within_tolerance"] for name, row in found.items()} == {
         "sdpa": True, "sdpa, math": True, "near": True, "far": False, "late": False,
     }  # fmt: skip
-    assert found["near"]["parted_from_sdpa"] == pytest.approx({"first_fifth": 0.01125, "largest": 0.15, "mean": 0.12225})
+    apart = {"first_fifth": 0.01125, "largest": 0.15, "mean": 0.12225}
+    assert found["near"]["parted_from_sdpa"] == pytest.approx(apart)
 
 
 def test_the_transformers_attention_is_the_formula(torch):
