@@ -1,13 +1,18 @@
 """A picture for each rung of both attention ladders, drawn from its own constants: the scores that a block looks at.
 
-`python -m common.attention_picture` writes an SVG beside each chapter. Queries run down, keys across; below the line is
+`python -m common.attention_picture` writes an SVG beside each chapter, and one of the losses that
+`python -m common.transformer` recorded. Queries run down, keys across; below the line is
 what a causal mask leaves. Light is a block's walk, middle what of it is in shared memory at one time, dark the share of
 one warp, or of one group of four; grey is kept in the GPU's memory.
 """
 
 import importlib
+import json
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
+
+from common import plots
 
 SCORES = 768  # queries, and keys, that the picture shows
 SIDE = 288  # pixels of their square
@@ -110,14 +115,39 @@ def caption(walks: list[Walk], stored: bool) -> list[str]:
     return told
 
 
+def losses(record: dict) -> plots.Plot:
+    """How far each attention's losses part from "sdpa"'s at each step, on average over the starts."""
+    runs = dict(record["runs"])
+    pairs = [*zip(*runs.pop("sdpa")["losses"], strict=True)]  # of each step, the losses of all starts
+    values = [
+        {"attention": name, "step": step, "apart": fmean(abs(x - y) for x, y in zip(at, pair, strict=True))}
+        for name, run in runs.items()
+        for step, (at, pair) in enumerate(zip(zip(*run["losses"], strict=True), pairs, strict=True), start=1)
+    ]
+    across = {"field": "step", "type": "quantitative", "axis": {"title": "training step", "grid": False}}
+    up = plots.axis("apart", "|loss - SDPA's|", plots.at([v["apart"] for v in values]), form="~e")
+    colours = ["$peer" if name.startswith("sdpa") else colour for name, colour in zip(runs, plots.SERIES, strict=False)]
+    drawn = {"x": across, "y": up, "color": plots.told_apart("attention", list(runs), colours, "stroke")}
+    title = f"How far a training parts from SDPA's, the mean of {record['task']['starts']} starts"
+    layers = [plots.mark("line", drawn, strokeWidth=1.5)]
+    rows = [(v["attention"], v["step"], v["apart"]) for v in values]
+    return plots.Plot(
+        "losses", title, "", plots.layered(values, layers, 300, len(runs)), ("attention", "step", "apart"), rows
+    )
+
+
 def main() -> None:
-    """Write the SVG of every rung that has tiles of its own."""
+    """Write the SVG of every rung that has tiles of its own, and of the losses."""
     for ladder in ("attention", "attention_backward"):
         package = importlib.import_module(f"stages.{ladder}")
         for stage in package.STAGES:
             if stage != "triton":
                 rung = importlib.import_module(f"stages.{ladder}.{stage}")
                 (Path(package.__file__).parent / f"{stage}.svg").write_text(draw(ladder, rung), "utf-8")
+    folder = Path(package.__file__).parent
+    record = folder.parent.parent / "reports" / "nvidia-h200" / "attention" / "transformer.json"
+    _, svg = plots.pictures(losses(json.loads(record.read_text("utf-8"))))
+    (folder / "losses.svg").write_text(svg, "utf-8")
 
 
 if __name__ == "__main__":

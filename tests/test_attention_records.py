@@ -18,7 +18,6 @@ LADDERS = {name: importlib.import_module(f"stages.{name}") for name in ("attenti
 RUNGS = [(ladder, stage) for ladder, package in LADDERS.items() for stage in package.STAGES]
 SIZES = [(D, causal) for D in (64, 128) for causal in (0, 1)]
 LENGTHS = LADDERS["attention"].LENGTHS
-RAN = {"forward": ("hopper", "flash", "skip"), "backward": ("hopper", "recomputed", "split", "skip")}
 BASELINES = tuple(LADDERS["attention"].BASELINES)
 
 
@@ -193,14 +192,19 @@ def test_each_rung_is_faster_than_the_one_before(ladder):
                     assert row(ladder, stage, n, D)["ms"]["median"] < slower["ms"]["median"], (stage, n, D)
 
 
-def test_the_sanitizer_watched_this_source_and_found_nothing():
+def test_the_sanitizer_watched_this_source_and_found_what_was_planted_and_nothing_else():
     found = record("attention", "sanitizer")
+    in_cuda = [(ladder, stage) for ladder, stage in RUNGS if stage != "triton"]
+    assert found["sources"] == {f"{p}/{s}": kl.source_digest(LADDERS[p], s) for p, s in in_cuda}
+    runs = {(run["tool"], run["run"]): run for run in found["runs"]}
+    for run, first in (("memcheck", "planted"), "Invalid __global__ read"), (("racecheck", "race"), "Error: Race"):
+        caught = runs.pop(run)
+        assert caught["exit"] and caught["first"].startswith(first)
     tools = "initcheck", "memcheck", "racecheck", "synccheck"
-    assert sorted((run["tool"], run["run"]) for run in found["runs"]) == [*itertools.product(tools, sorted(RAN))]
-    assert all(run["exit"] in (0, None) for run in found["runs"])  # None: not kept
-    assert all(re.search(r"SUMMARY: 0 (errors|hazards)", run["summary"]) for run in found["runs"])
-    watched = {f"{'attention_backward' if what == 'backward' else 'attention'}/{s}" for what in RAN for s in RAN[what]}
-    assert found["sources"] == {name: kl.source_digest(LADDERS[p], s) for name in watched for p, s in [name.split("/")]}
+    assert sorted(runs) == [*itertools.product(tools, ("backward", "forward"))]
+    for run in runs.values():
+        assert (run["exit"], run["first"]) == (0, None)
+        assert re.search(r"SUMMARY: 0 (errors|hazards)", run["summary"])
 
 
 def test_the_counters_are_of_this_source_and_show_what_the_chapters_say():
@@ -231,18 +235,33 @@ def test_errors_are_of_this_source_and_close_to_pytorchs():
 
 
 def test_the_transformers_verdict_follows_from_its_losses():
-    runs = record("attention", "transformer")["runs"]
+    """Of today's rungs; the rule is written out once more."""
+    found = record("attention", "transformer")
+    runs, starts = found["runs"], found["task"]["starts"]
+    rungs = {f"{p}/{s}" for p in LADDERS for s in ("triton", "skip", "hopper")}
+    assert found["sources"] == {name: kl.source_digest(LADDERS[p], s) for name in rungs for p, s in [name.split("/")]}
 
-    def apart(name):
-        pairs = zip(runs[name]["losses"], runs["sdpa"]["losses"], strict=True)
-        return [abs(x - y) for x, y in pairs]
-
-    def first_and_mean(name):
-        return max(apart(name)[:40]), sum(apart(name)) / 200
+    def parted(name):
+        curves = [[abs(x - y) for x, y in zip(*pair, strict=True)]
+                  for pair in zip(runs[name]["losses"], runs["sdpa"]["losses"], strict=True)]  # fmt: skip
+        assert [len(curve) for curve in curves] == [200] * starts
+        return [sum(max(curve[:40]) for curve in curves) / starts, sum(map(sum, curves)) / starts / 200]
 
     for name, run in runs.items():
-        assert run["losses"][-1] < 0.05
-        assert first_and_mean(name) == pytest.approx([run["parted_from_sdpa"][k] for k in ("first_fifth", "mean")])
-        most = [2 * x for x in first_and_mean("sdpa, math")]
-        assert run["within_tolerance"] and all(x <= y for x, y in zip(first_and_mean(name), most, strict=True))
-        assert run["as_sdpa_with_its_weights"] == 15
+        assert all(losses[-1] < 0.05 for losses in run["losses"])
+        assert parted(name) == pytest.approx([run["parted_from_sdpa"][k] for k in ("first_fifth", "mean")])
+        assert run["within_tolerance"]
+        assert all(x <= 2 * y for x, y in zip(parted(name), parted("sdpa, math"), strict=True))
+        assert run["as_sdpa_with_its_weights"] == 15 * starts
+
+
+def test_the_picture_of_the_losses_shows_the_record():
+    found = record("attention", "transformer")
+    plot = attention_picture.losses(found)
+    assert len(plot.rows) == 4 * 200
+    name, step, apart = plot.rows[450]
+    runs, at = found["runs"], step - 1
+    pairs = zip(runs[name]["losses"], runs["sdpa"]["losses"], strict=True)
+    assert apart == pytest.approx(sum(abs(x[at] - y[at]) for x, y in pairs) / found["task"]["starts"])
+    drawn = (Path(kl.__file__).parent.parent / "stages" / "attention_backward" / "losses.svg").read_text()
+    assert all(name in drawn for name in runs if name != "sdpa")

@@ -408,6 +408,8 @@ def test_the_sanitizer_found_what_was_planted_and_nothing_else():
     assert exits["memcheck", "planted"] and exits["racecheck", "race"]
     tests = record("tests")
     assert (tests["exit"], tests["skipped"]) == (0, 0)
+    now = {name: gpu_ladder.compiled(importlib.import_module(f"stages.{name}")) for name in GPU_STAGES}
+    assert tests["compiled"] == record("sanitizer")["compiled"] == now
 
 
 @pytest.mark.parametrize("stage", GPU_STAGES)

@@ -213,5 +213,8 @@ def test_the_sanitizer_watched_this_source_and_found_what_was_planted_and_nothin
         assert (clean["exit"], clean["first"]) == (0, None)
         assert re.search(r"SUMMARY: 0 (errors|hazards)", clean["summary"])
         assert caught["exit"] and caught["first"].startswith(first)
+    for tool in ("initcheck", "synccheck"):
+        assert runs.pop((tool, "clean")) == {"tool": tool, "run": "clean", "exit": 0, "first": None,
+                                             "summary": "ERROR SUMMARY: 0 errors"}  # fmt: skip
     (theirs,) = runs.values()
     assert "cupy_" in theirs["first"] and "(0 errors" in theirs["summary"]  # a warning, and not of ours
