@@ -77,7 +77,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for shape in SHAPES for dtype in ("float16", "bfloat16") for row in errors(shape, dtype)]
     options.save.mkdir(parents=True, exist_ok=True)
-    record = {"schema": 1, "machine": machine(), "rows": rows}
+    sources = {f"{ladder.__name__.rpartition('.')[2]}/{stage}": kernel_ladder.source_digest(ladder, stage)
+               for ladder in (attention, attention_backward) for stage in ladder.STAGES}  # fmt: skip
+    record = {"schema": 1, "machine": machine(), "sources": sources, "rows": rows}
     (options.save / "errors.json").write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         if row["shape"] == SHAPES[0]:

@@ -1,9 +1,9 @@
 """A picture for each rung of both attention ladders, drawn from its own constants: the scores that a block looks at.
 
 `python -m common.attention_picture` writes an SVG beside each chapter, and one of the losses that
-`python -m common.transformer` recorded. Queries run down, keys across; below the line is
-what a causal mask leaves. Light is a block's walk, middle what of it is in shared memory at one time, dark the share of
-one warp, or of one group of four; grey is kept in the GPU's memory.
+`python -m common.transformer` recorded. Queries run down, keys across; below the line is what a causal mask leaves.
+Light is a block's walk, middle what of it is in shared memory at one time, dark the share of one warp, or of one group
+of four; grey is kept in the GPU's memory.
 """
 
 import importlib

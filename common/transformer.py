@@ -26,7 +26,7 @@ WORDS, LONGEST = 64, 12  # of the invented language; a sentence has 4 words at l
 STEPS, BATCH, RATE, WARM_UP = 200, 64, 5e-4, 40
 SENTENCES = 15
 STARTS = 8  # seeds of the first weights: how far two trainings part is a matter of chance
-TOLERANCE = 2  # times what PyTorch's own math backend parts from its other ones
+TOLERANCE = 2  # times what PyTorch's math backend parts from what PyTorch chooses itself
 
 
 class Batch(NamedTuple):
@@ -183,8 +183,8 @@ ATTENTIONS = {f"{rung}, {back}": functools.partial(attention, rung=rung, backwar
 def parted(a: list[list[float]], b: list[list[float]]) -> dict:
     """How far loss curves part from others with the same starts, averaged over starts, and at most.
 
-    "first_fifth" is the most in a curve's first fifth, before rounding has grown; "mean" the average over all of it. In
-    between training amplifies any difference in the last bit: there two right attentions part as much as two seeds.
+    "first_fifth" is the most in a curve's first fifth, before rounding has grown; "mean" the average over all of it.
+    After that fifth training amplifies any difference in the last bit: two right attentions part as well.
     """
     apart = [[abs(x - y) for x, y in zip(*curves, strict=True)] for curves in zip(a, b, strict=True)]
     first = fmean(max(curve[: max(1, len(curve) // 5)]) for curve in apart)
@@ -225,7 +225,7 @@ def measured(device, attentions: dict, steps: int = STEPS, starts: int = STARTS,
         run |= judged
         run["as_sdpa_trained"] = sum(map(equal, run["translations"], sdpas))
         run["as_sdpa_with_its_weights"] = sum(map(equal, run["with_sdpas_weights"], sdpas))
-        run["right"] = sum(equal(each, right) for each in run["translations"])
+        run["right"] = sum(equal(made, right) for made in run["translations"])
     model = {"blocks": BLOCKS, "heads": HEADS, "width": WIDTH, "vocabulary": VOCABULARY}
     task = {"words": WORDS, "longest": LONGEST, "batch": BATCH, "steps": steps,
             "starts": starts, "sentences": SENTENCES}  # fmt: skip
