@@ -6,8 +6,8 @@ Was     Every warp issued its own copies and loaded fragments; mma.sync reaches 
         next had fetched its first tiles.
 Change  One thread asks the copy engine (TMA) for tiles. Groups of four warps take 64 queries each and issue wgmma:
         queries and keys come from shared memory, weights from the registers that the scores were in. Named barriers
-        pass the turn to multiply from group to group, and within a group the next tile's scores are multiplied before
-        the last one's weights have found their values (Shah et al., FlashAttention-3, 2024). A block stays on its
+        pass the turn to multiply from group to group, and within a group a tile's scores become weights while those of
+        the tile before are multiplied by their values (Shah et al., FlashAttention-3, 2024). A block stays on its
         processor and draws one piece of work after another from a counter, with the next one's tiles on their way.
 Expect  The tensor cores at Hopper's rate, with the exponentials behind them. Larger heads gain more: there are more
         multiplications for each exponential.

@@ -1,7 +1,7 @@
 """The backward pass as Hopper wants it: the copy engine feeds shared memory, groups of warps issue wgmma.
 
-Idea    As in the forward pass: copies by the copy engine, products by wgmma, and the next tile's products under way
-        while this one's exponentials are taken.
+Idea    As in the forward pass: copies by the copy engine, products by wgmma, and the one that needs no exponential
+        under way while those are taken.
 Was     Every warp issued its own copies, waited for them, and loaded fragments for mma.sync, which reaches part of the
         tensor cores' rate only.
 Change  A block keeps two matrices for each group of four warps, keys and values or queries and dout, and walks over
