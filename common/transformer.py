@@ -176,6 +176,7 @@ def translate(model: Transformer, batch: Batch) -> list[list[int]]:
 PAIRS = ("triton", "triton"), ("skip", "skip"), ("hopper", "hopper")  # forward and backward rungs
 ATTENTIONS = {f"{rung}, {back}": functools.partial(attention, rung=rung, backward=back) for rung, back in PAIRS} | {
     "sdpa": sdpa,
+    "sdpa, again": sdpa,  # does it repeat itself?
     "sdpa, math": functools.partial(sdpa, backend="MATH"),  # to see how far two of PyTorch's own part
 }
 

@@ -22,6 +22,7 @@ from common.cuda_attention import visible
 from stages import attention, attention_backward
 from stages.attention import Shape
 from tests.attention_faults import BACKWARD_FAULTS, FORWARD_FAULTS, planted
+from tests.attention_sanitized import FAULTS as SANITIZED
 from tests.helpers import lesson, one_sentence
 
 TILED = [stage for stage in ("flash", "skip") if stage in attention.STAGES]
@@ -110,11 +111,14 @@ def test_a_planted_fault_is_caught(fault):
 
 @pytest.mark.parametrize(
     ("ladder", "stage", "fault"),
-    [("attention", *each) for each in FORWARD_FAULTS] + [("attention_backward", *each) for each in BACKWARD_FAULTS],
+    [("attention", *each) for each in FORWARD_FAULTS]
+    + [("attention_backward", *each) for each in BACKWARD_FAULTS]
+    + [("attention", *each) for each in SANITIZED.values() if each[1]],
     ids=str,
 )
 def test_a_fault_for_the_gpu_can_be_planted_in_the_source_as_it_is(ladder, stage, fault):
-    """tests/test_attention_gpu.py plants it: here its text must stand in the source, and what becomes of it compile.
+    """test_attention_gpu.py or attention_sanitized.py plants it: here its text must stand in the source, and the new
+    text compile.
 
     To PTX alone, which a virtual architecture asks for: most of the time of a whole compilation is ptxas's.
     """
