@@ -132,20 +132,45 @@ def test_everything_is_warm_before_the_clock_starts(stage, tiny):
 def test_a_long_run_is_warmed_up_on_two_ids_alone(stage, tiny):
     ids = list(range(40))  # twenty times the warm prompt of 0.11 s, in two layers
     harness.measure(request(tiny, ids=ids))
-    assert stage.calls == [*[(1, ids[:2], 2)] * 2, *[(2, ids[:2], 2)] * 2, (2, ids, 4)]
+    assert stage.calls == [*[(1, ids[:2], 2)] * 2, (2, ids[:2], 2), (2, ids, 4)]
 
 
-def test_what_a_whole_model_does_once_decides_nothing(stage, tiny, clock):
-    """A GPU stage captures its graph the first time: the run is short all the same, and warmed up at its own shape."""
-    generate = stage.generate
+def test_a_warm_up_that_is_longer_than_it_promised_ends(stage, tiny, clock):
+    """Without a cache each token takes longer than the last, which two ids do not show."""
+    made = []
+
+    def generate(model, ids, n, choose=None):
+        for i in range(n):
+            clock.now += 0.01 * (len(ids) + i)
+            made.append((len(ids), i))
+            yield 10 + i, stage.rows
+
+    stage.generate = generate
+    harness.measure(request(tiny, n=30))
+    warm = made.index((3, 0), made.index((3, 0)) + 1) - made.index((3, 0))
+    assert sum(0.01 * (3 + i) for i in range(warm - 1)) <= harness.SHORT_S < sum(0.01 * (3 + i) for i in range(warm))
+    assert made[-30:] == [(3, i) for i in range(30)]
+
+
+@pytest.mark.parametrize("ids", [IDS, list(range(40))])
+def test_what_a_gpu_stage_does_once_for_a_length_of_prompt_is_not_timed(stage, tiny, clock, monkeypatch, ids):
+    """However long that takes, and however long it makes the run seem: a graph is captured, a program compiled."""
+    generate, captured = stage.generate, set()
 
     def capturing(model, ids, n, choose=None):
-        clock.now += 0.3 if model.config.L > 1 and len(stage.calls) == 2 else 0
-        yield from generate(model, ids, n)
+        clock.now += 0 if (model.config.L, len(ids)) in captured else 3
+        captured.add((model.config.L, len(ids)))
+        for i, pair in enumerate(generate(model, ids, n)):
+            clock.now += 0 if i != 1 or (model.config.L, 0) in captured else 3
+            captured.add((model.config.L, 0)) if i else None
+            yield pair
 
-    stage.generate = capturing
-    harness.measure(request(tiny))
-    assert stage.calls == [*[(1, IDS[:2], 2)] * 2, *[(2, IDS[:2], 2)] * 2, (2, IDS, 4), (2, IDS, 4)]
+    runtime = SimpleNamespace(deviceSynchronize=lambda: None)
+    monkeypatch.setattr(gpu, "backend", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    stage.generate, stage.ARCHS = capturing, ("sm_75",)
+    found = harness.measure(request(tiny, ids=ids))
+    assert found.ttft_ms == pytest.approx(100) and found.gaps_ms == pytest.approx([10, 20, 30])
+    assert stage.calls == [*[(1, ids[:2], 2)] * 2, *[(2, ids, 4)] * 2]
 
 
 def test_a_stop_token_ends_the_run_and_is_kept(stage, tiny):
