@@ -117,8 +117,8 @@ def caption(walks: list[Walk], stored: bool) -> list[str]:
 
 def losses(record: dict) -> plots.Plot:
     """How far each attention's losses part from "sdpa"'s at each step, on average over the starts."""
-    runs = dict(record["runs"])
-    pairs = [*zip(*runs.pop("sdpa")["losses"], strict=True)]  # of each step, the losses of all starts
+    runs = {name: run for name, run in record["runs"].items() if run["parted_from_sdpa"]["largest"]}
+    pairs = [*zip(*record["runs"]["sdpa"]["losses"], strict=True)]  # of each step, the losses of all starts
     values = [
         {"attention": name, "step": step, "apart": fmean(abs(x - y) for x, y in zip(at, pair, strict=True))}
         for name, run in runs.items()

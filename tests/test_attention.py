@@ -113,7 +113,7 @@ def test_a_planted_fault_is_caught(fault):
     ("ladder", "stage", "fault"),
     [("attention", *each) for each in FORWARD_FAULTS]
     + [("attention_backward", *each) for each in BACKWARD_FAULTS]
-    + [("attention", *each) for each in SANITIZED.values() if each[1]],
+    + [("attention", "skip", fault) for fault in SANITIZED.values() if fault],
     ids=str,
 )
 def test_a_fault_for_the_gpu_can_be_planted_in_the_source_as_it_is(ladder, stage, fault):
