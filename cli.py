@@ -254,11 +254,13 @@ def sweep(
 def read(
     stage: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="A stage, a rung, or a chapter: start, two-numbers, roofline, glossary, …"),
+        typer.Argument(
+            metavar="NAME", help="A stage, a rung, a kernel ladder, or a chapter: start, two-numbers, glossary, …"
+        ),
     ] = None,
     stage_option: StageOption = None,
 ) -> None:
-    """Print a stage's module, or a general chapter."""
+    """Print a stage's module, a kernel ladder's page, or a general chapter."""
     from common import show
     from common.stage import readable
 
@@ -539,10 +541,10 @@ def verify(as_json: Json = False) -> None:
 def inspect(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = False) -> None:
     """A GGUF file's three regions: header, metadata, tensor table."""
     from common import inspect as inspecting
-    from common import show
+    from common import show, sources
     from common.gguf import read
 
-    gguf = read(file)
+    gguf = read(sources.named(file))
     if as_json:
         out(as_json, inspecting.document(gguf), None)
     else:

@@ -4,17 +4,17 @@ import importlib
 from difflib import get_close_matches
 
 from common import diff, practice, show
-from common.stage import LADDER, StageError, code_path, rungs
+from common.stage import LADDER, StageError, code_path, ladders
 
 
 def document(ladder: str | None = None) -> dict:
     """The ladder of stages and the names of the kernel ladders, or the rungs of one of those. Raises StageError."""
-    ladders = sorted({rung.partition("/")[0] for rung in rungs()})
+    known = ladders()
     if ladder is None:
-        return {"schema": 1, "stages": [entry(name) for name in LADDER], "ladders": [kernels(name) for name in ladders]}
-    if ladder not in ladders:
-        near = get_close_matches(ladder, ladders, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ladders)}"
+        return {"schema": 1, "stages": [entry(name) for name in LADDER], "ladders": [kernels(name) for name in known]}
+    if ladder not in known:
+        near = get_close_matches(ladder, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise StageError(f"unknown ladder {ladder!r}: {hint}")
     found = kernels(ladder)
     return {"schema": 1, "ladder": ladder, "stages": [entry(name) for name in found["rungs"]]}

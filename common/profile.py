@@ -326,11 +326,11 @@ def profile(name: str, job: Job, save: str | None = None, ncu: bool = False) -> 
     from common import gpu_profile
     from common.run import check
 
+    source_path(name)
     if on_gpu(name):
         return gpu_profile.profile(name, job, ncu, save)
     if ncu:
         raise UsageError(f"--ncu counts what kernels do, and {name} has none: name a GPU stage, such as resident")
-    source_path(name)
     folder = records.writable(records.folder(save))
     here = machine.measure()
     with tempfile.TemporaryDirectory() as scratch:

@@ -82,6 +82,11 @@ def resolve(spec: str | os.PathLike | None = None) -> Path:
     return path
 
 
+def named(spec: str) -> str | Path:
+    """The file of a model's name, fetched or synthesized on first need; anything else as it is."""
+    return resolve(spec) if spec in PULLED or spec in SHAPED else spec
+
+
 def chosen(spec: str | os.PathLike | None) -> str:
     """The name or path that a flag, LESSON_MODEL and the default amount to, in that order. Raises SourceError."""
     if spec == "":

@@ -129,8 +129,12 @@ def source_path(name: str) -> Path:
         raise StageError(
             f"{name} is a rung of a kernel ladder and runs no model: `lesson compare` measures it beside another rung"
         )
+    if name in ladders():
+        raise StageError(
+            f"{name} is a kernel ladder: `lesson read {name}` shows its page, `lesson list {name}` its rungs"
+        )
     if name not in LADDER:
-        near = get_close_matches(name, [*LADDER, *PEERS, *rungs()], n=1)
+        near = get_close_matches(name, [*LADDER, *PEERS, *ladders(), *rungs()], n=1)
         hint = f"did you mean {near[0]}?" if near else f"known stages: {', '.join(LADDER)}"
         raise StageError(f"unknown stage {name!r}: {hint}")
     return FOLDER / f"{name}.py"
@@ -138,8 +142,12 @@ def source_path(name: str) -> Path:
 
 def rungs() -> list[str]:
     """Every rung of every kernel ladder, 'gemm/tiled': a folder of stages/ is a ladder, its modules are the rungs."""
-    ladders = sorted(path.parent for path in FOLDER.glob("*/__init__.py"))
-    return [f"{ladder.name}/{path.stem}" for ladder in ladders for path in sorted(ladder.glob("[!_]*.py"))]
+    return [f"{ladder}/{path.stem}" for ladder in ladders() for path in sorted((FOLDER / ladder).glob("[!_]*.py"))]
+
+
+def ladders() -> list[str]:
+    """Every kernel ladder's name."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
 
 
 def code_path(name: str) -> Path:
@@ -150,14 +158,20 @@ def code_path(name: str) -> Path:
 
 
 def readable(name: str) -> Path:
-    """A general chapter, or the code of a stage, a rung or a peer. Raises StageError with the nearest of all names."""
+    """A general chapter, a kernel ladder's page, or the code of a stage, a rung or a peer.
+
+    Raises StageError with the nearest of all names.
+    """
     chapters = {path.stem: path for path in GENERAL.glob("*.md")}
     if name in chapters:
         return chapters[name]
+    if name in ladders():
+        return FOLDER / name / "README.md"
     try:
         return code_path(name)
     except StageError as error:
-        if near := get_close_matches(name, chapters, n=1):
+        near = get_close_matches(name, [*chapters, *LADDER, *PEERS, *ladders(), *rungs()], n=1)
+        if near and near[0] in chapters:
             raise StageError(f"unknown chapter {name!r}: did you mean {near[0]}?") from error
         raise
 

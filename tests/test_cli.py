@@ -94,6 +94,11 @@ def test_refused_in_one_sentence(words, code, told, tiny, folder):
     assert done.returncode == code
 
 
+def test_inspect_takes_a_models_name_as_run_does(folder):
+    done = lesson("inspect", "tiny", "--json", LESSON_CACHE=folder / "cache")
+    assert json.loads(done.stdout)["header"]["tensors"] == 21
+
+
 MISUSED = [(), ("run",), ("runn", "naive"), ("run", "naive", "--n"), ("diff", "naive")]
 MISUSED += [("run", "naive", "--stage", "tiling")]
 

@@ -47,6 +47,7 @@ def test_every_rung_of_a_ladder_is_declared():
 
 def test_read_prints_a_rung_and_diff_compares_two():
     assert lesson("read", "gemm/tiled").stdout == (FOLDER / "gemm" / "tiled.py").read_bytes()
+    assert lesson("read", "gemm").stdout.startswith(b"# gemm: ")
     changed = json.loads(lesson("diff", "gemm/coalesced", "gemm/tiled", "--json").stdout)["changed"]
     assert [change["name"] for change in changed] == ["SOURCE.matmul"]
     assert b"__shared__" in lesson("diff", "gemm/coalesced", "gemm/tiled").stdout
@@ -56,7 +57,14 @@ def test_read_prints_a_rung_and_diff_compares_two():
     ("words", "code", "told"),
     [
         (("run", "gemm/tiled"), 2, "gemm/tiled is a rung of a kernel ladder and runs no model: `lesson compare`"),
+        (
+            ("diff", "gemm", "gemm/naive"),
+            2,
+            "gemm is a kernel ladder: `lesson read gemm` shows its page, `lesson list gemm` its",
+        ),
+        (("profile", "gemm/tiled"), 2, "gemm/tiled is a rung of a kernel ladder and runs no model"),
         (("read", "gemm/tild"), 2, "unknown stage 'gemm/tild': did you mean gemm/tiled?"),
+        (("read", "atention"), 2, "unknown stage 'atention': did you mean attention?"),
         (("list", "gem"), 2, "unknown ladder 'gem': did you mean gemm?"),
         (("compare", "naive", "gemm/naive"), 2, "naive and gemm/naive are of different ladders"),
         (("compare", "gemm/naive", "gemm_cpu/naive"), 2, "are of different ladders, which share no job"),
