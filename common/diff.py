@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from common.stage import code_path
+from common.stage import StageError, code_path, said, where
 
 MARKS = ("PREVIOUS", "PRACTICE", "CHANGES", "FUSED", "PHASES", "ARCHS", "OPERANDS")  # what a stage says of itself
 CUDA_FUNCTION = re.compile(
@@ -103,9 +103,19 @@ def cuda_functions(text: str) -> dict[str, tuple[str, int]]:
     return {"": (re.sub(r"\n(?:[ \t]*\n)+", "\n", "".join(rest)), 0), **parts}
 
 
+def text_of(path: Path) -> str:
+    """A module's text. Raises StageError where it is no Python."""
+    try:
+        text = path.read_text("utf-8")
+        ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise StageError(f"{path.name}: {where(error, path)}{said(error)}", exit_code=1) from error
+    return text
+
+
 def changes(old: Path, new: Path) -> list[Change]:
     """The definitions that differ between two stages, in the new one's order, removed ones last."""
-    a, b = (definitions(path.read_text("utf-8")) for path in (old, new))
+    a, b = (definitions(text_of(path)) for path in (old, new))
     changed = [Change(name, a.get(name), d) for name, d in b.items() if name not in a or a[name].text != d.text]
     return changed + [Change(name, d, None) for name, d in a.items() if name not in b]
 

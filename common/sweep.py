@@ -4,6 +4,7 @@ The setting is a module constant, rebound in a copy of the file, or what the sta
 tokens lie before those that are timed.
 """
 
+import ast
 import re
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from common import diff, gpu_machine, harness, machine, peers, records, roofline, show
 from common.compare import progress
+from common.gpu import NEEDS_GPU
 from common.job import Job, UsageError, check_fits, random_ids
 from common.roofs import plain, plot
 from common.run import WrongError, check
@@ -25,8 +27,7 @@ CURVES = {"threads": "pp64+tg16", "depth": "tg16"}  # and the shape each is take
 def parse(stage: str, setting: str) -> tuple[str, list[str]]:
     """'TILE=16,32' -> ('TILE', ['16', '32']). Raises UsageError where the stage has no such constant."""
     name, _, values = setting.partition("=")
-    found = diff.definitions(code_path(stage).read_text("utf-8"))
-    constants = [c for c in found if c.isupper()]
+    constants = numbers(diff.text_of(code_path(stage)))
     if name not in constants:
         have = f"it has {', '.join(constants)}" if constants else "it has none"
         raise UsageError(f"{stage} has no constant {name!r} to sweep: {have}")
@@ -36,10 +37,28 @@ def parse(stage: str, setting: str) -> tuple[str, list[str]]:
     return name, listed
 
 
+def numbers(text: str) -> list[str]:
+    """The constants of a module that a line of its own binds to a number: 64, 2 * LANES, 12 if WIDE else 6."""
+    parts = (ast.Name, ast.IfExp, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context)
+
+    def number(value: ast.expr) -> bool:
+        kinds = [type(node.value) for node in ast.walk(value) if isinstance(node, ast.Constant)]
+        return (
+            value.lineno == value.end_lineno
+            and bool(kinds)
+            and {*kinds} <= {int, float}
+            and all(isinstance(node, (*parts, ast.Constant)) for node in ast.walk(value))
+        )
+
+    bound = [node for node in ast.parse(text).body if isinstance(node, ast.Assign) and number(node.value)]
+    names = [target.id for node in bound for target in node.targets if isinstance(target, ast.Name)]
+    return [name for name in names if name.isupper()]
+
+
 def sweep(stage: str, setting: str, job: Job, save: str | None = None) -> dict:
     """TTFT of the stage at each value, ROUNDS runs each, taken in turns. -> the JSON document."""
     name, values = parse(stage, setting)
-    source = source_path(stage).read_text("utf-8")
+    source, kept = source_path(stage).read_text("utf-8"), records.writable(records.folder(save))
     rows = {value: {"value": int(value), "nmse": None, "wrong": None, "times": []} for value in values}
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
         task = bar.add_task(stage, total=ROUNDS * len(values))
@@ -56,6 +75,8 @@ def sweep(stage: str, setting: str, job: Job, save: str | None = None) -> dict:
                         row["nmse"] = check(str(copy), job, sample, logits).nmse
                         row["times"].append(sample.ttft_ms)
                     except (WrongError, harness.RunError) as error:
+                        if error.exit_code == NEEDS_GPU:  # no value would run
+                            raise
                         row["wrong"] = str(error)
                 bar.advance(task)
     here = machine.identify()
@@ -72,7 +93,7 @@ def sweep(stage: str, setting: str, job: Job, save: str | None = None) -> dict:
         "commit": records.commit(),
         "rows": list(rows.values()),
     }
-    path = records.folder(save) / here.slug / "sweep" / f"{machine.slug(f'{stage} {name} {job.model_name}')}.json"
+    path = kept / here.slug / "sweep" / f"{machine.slug(f'{stage} {name} {job.model_name}')}.json"
     records.save(document, path)
     return document
 

@@ -62,6 +62,8 @@ def document(tiny, folder):
         (("compare", "naive", "-m", "MODEL"), 2, "two stages or more"),
         (("diff", "naive", "tileing"), 2, "did you mean tiling?"),
         (("read", "tileing"), 2, "did you mean tiling?"),
+        (("diff", "naive", "FOLDER/broken.py"), 1, "broken.py: line 1: SyntaxError: "),
+        (("sweep", "FOLDER/broken.py", "TILE=1", "-m", "MODEL"), 1, "broken.py: line 1: SyntaxError: "),
         (("run", "./missing.py", "-m", "MODEL"), 2, "no file ./missing.py"),
         (("run", "naive", "-m", "MODEL", "-p", ""), 2, "the prompt is empty"),
         (("run", "naive", "-m", "MODEL", "-p", b"caf\xe9"), 2, "not valid UTF-8"),
@@ -87,6 +89,7 @@ def document(tiny, folder):
 )
 def test_refused_in_one_sentence(words, code, told, tiny, folder):
     (folder / "empty.gguf").touch()
+    (folder / "broken.py").write_text("def (\n")
     (folder / "image.gguf").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     words = [w if isinstance(w, bytes) else w.replace("MODEL", str(tiny)).replace("FOLDER", str(folder)) for w in words]
     done = lesson(*words, cwd=folder)

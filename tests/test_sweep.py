@@ -7,7 +7,9 @@ import pytest
 from rich.console import Console
 
 from common import machine, sweep
+from common.harness import RunError
 from common.job import ContextError, UsageError, prepare
+from common.records import RecordError
 from common.stage import StageError
 from tests.helpers import lesson, one_sentence
 
@@ -52,6 +54,35 @@ def test_a_depth_beyond_the_context_is_refused(job):
 def test_an_unknown_stage_is_refused_before_anything_runs(job):
     with pytest.raises(StageError, match="did you mean simd"):
         sweep.curve("simdd", "depth=1", job)
+
+
+def test_a_constant_is_a_number_that_a_line_binds(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from a import LANES\nROWS = 12 if LANES else 6  # of x\nTILE, N = 4, 5\nHALF = -LANES / 2\nWIDE = LANES\n"
+        'SOURCE = "x" * 2\nSIGMAS = 3.0\nPLAN = {1: 2}\nPLAN[1] = 3\n'
+        "MOST = max(1, 2)\nLONG = (\n    1\n    + 2\n)\nsmall = 1\n"
+    )
+    for name in ("ROWS", "HALF", "SIGMAS"):
+        assert sweep.parse(str(path), f"{name}=1, 2") == (name, ["1", "2"])
+    for name in ("LANES", "TILE", "WIDE", "SOURCE", "PLAN", "MOST", "LONG", "small"):
+        with pytest.raises(UsageError, match="to sweep: it has ROWS, HALF, SIGMAS$"):
+            sweep.parse(str(path), f"{name}=1,2")
+
+
+def test_where_no_value_can_run_no_value_is_called_wrong(job, monkeypatch, tmp_path):
+    def run(request):
+        raise RunError("GPU stages need CuPy", 4)
+
+    monkeypatch.setattr(sweep.harness, "run", run)
+    with pytest.raises(RunError, match="need CuPy"):
+        sweep.sweep("cuda", "TILE=8,16", job, str(tmp_path))
+
+
+def test_where_no_record_can_be_kept_nothing_runs(job, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError):
+        sweep.sweep("tiling", "TILE=8,16", job, str(tmp_path / "file"))
 
 
 def test_the_command_line_refuses_in_one_sentence(tiny):
