@@ -246,6 +246,7 @@ def warm_up(stage, model, request: Request, n: int, guess_s: float) -> None:
             settle()
             if i and time.perf_counter() - started > SHORT_S:  # longer than it promised; each kind of step has run
                 break
+        settle()  # a stage that is stopped may have queued its next step
         return time.perf_counter() - started
 
     if hasattr(stage, "ARCHS"):  # it may compile for the whole model, and capture a graph for each length of prompt
