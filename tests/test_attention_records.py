@@ -213,6 +213,12 @@ def test_the_sanitizer_watched_this_source_and_found_what_was_planted_and_nothin
         assert re.search(r"SUMMARY: 0 (errors|hazards)", run["summary"])
 
 
+def test_the_gpus_tests_were_of_this_source():
+    found = record("llm", "tests")
+    assert found["sources"] == {f"{p}/{s}": kl.source_digest(LADDERS[p], s) for p, s in RUNGS}
+    assert found["by_file"]["tests/test_attention_gpu.py"] and found["by_file"]["tests/test_torch_attention.py"]
+
+
 def test_the_counters_are_of_this_source_and_show_what_the_chapters_say():
     found = record("attention", "counters")
     assert found["sources"] == {s: kl.source_digest(LADDERS["attention"], s) for s in ("flash", "skip", "hopper")}
