@@ -5,6 +5,8 @@ module, and a table cannot say what no record says. Numbers in the text between 
 """
 
 import re
+import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 from common import catalog, diff, figures, pictures, show
@@ -47,6 +49,26 @@ def outdated() -> list[tuple[Path, str]]:
     """The pages and pictures that are written as a whole and stand otherwise, with what they should be."""
     pages = {**diffs(), **pictures.drawn()}
     return [(path, text) for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
+
+
+def stale() -> list[Path]:
+    """The outdated ones that also stand otherwise without the records that git does not hold.
+
+    A reader's own comparison makes no page wrong: it comes into them with `lesson report`.
+    """
+    found, own = outdated(), untracked()
+    before = diffs(without=own) if found and own else {}
+    return [path for path, _ in found if path not in before or path.read_text("utf-8") != before[path]]
+
+
+def untracked() -> set[Path]:
+    """The records that git does not hold; none where there is no git."""
+    command = ["git", "ls-files", "--others", "--exclude-standard", "-z", "--", str(REPORTS)]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return set()
+    return {ROOT / name for name in found.split("\0") if name}
 
 
 def filled(text: str, path: Path) -> str:
@@ -219,8 +241,8 @@ def said(path: Path, name: str) -> str:
 WRITERS = {f.__name__: f for f in (code, step, compared, costs, ladder, recorded, said)}
 
 
-def diffs() -> dict[Path, str]:
-    """reports/diffs/A-B.md for each step of the ladder: the latest comparison's numbers above what changed."""
+def diffs(without: Collection[Path] = ()) -> dict[Path, str]:
+    """reports/diffs/A-B.md for each step of the ladder: what comparisons measured, above what changed."""
     pages = {}
     for stage in LADDER:
         previous = diff.constant(source_path(stage), "PREVIOUS")
@@ -228,7 +250,7 @@ def diffs() -> dict[Path, str]:
             continue
         told = diff.docstring(source_path(stage))
         page = [f"# {previous} → {stage}", "", told[""], "", told["Change"], ""]
-        for record in sorted(REPORTS.glob("*/compare/*.json")):
+        for record in sorted({*REPORTS.glob("*/compare/*.json")} - {*without}):
             name = record.relative_to(REPORTS).as_posix()
             if {previous, stage} <= {r["stage"] for r in figures.record(name)["stages"]}:
                 page += [compared(FOLDER, name), ""]

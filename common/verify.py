@@ -135,7 +135,7 @@ def document() -> dict:
         numbers += len(FIGURE.findall(text))
         where = path.relative_to(ROOT).as_posix()
         found += [{"file": where, "line": at, "problem": told} for at, told in problems(text, path)]
-    for path, _ in chapters.outdated():
+    for path in chapters.stale():
         told = "out of date: `lesson report` writes it"
         found.append({"file": path.relative_to(chapters.ROOT).as_posix(), "line": 1, "problem": told})
     return {"schema": 1, "holds": not found, "numbers": numbers, "files": len(chapters.files()), "problems": found}
