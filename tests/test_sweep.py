@@ -79,7 +79,8 @@ def test_where_no_value_can_run_no_value_is_called_wrong(job, monkeypatch, tmp_p
         sweep.sweep("cuda", "TILE=8,16", job, str(tmp_path))
 
 
-def test_where_no_record_can_be_kept_nothing_runs(job, tmp_path):
+def test_where_no_record_can_be_kept_nothing_runs(job, monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep.harness, "run", lambda request: pytest.fail("it ran"))
     (tmp_path / "file").touch()
     with pytest.raises(RecordError):
         sweep.sweep("tiling", "TILE=8,16", job, str(tmp_path / "file"))
